@@ -1,0 +1,38 @@
+"""longspan: exact training of Hugging Face causal language models on sequences divided over ranks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longspan.attention.build import attend
+    from longspan.integrations.transformers.prepare import prepare
+    from longspan.layout import Layout
+    from longspan.loss import reduce_loss, tiled_loss, token_logps
+    from longspan.mask import Mask
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Layout": "longspan.layout",
+    "Mask": "longspan.mask",
+    "attend": "longspan.attention.build",
+    "prepare": "longspan.integrations.transformers.prepare",
+    "reduce_loss": "longspan.loss",
+    "tiled_loss": "longspan.loss",
+    "token_logps": "longspan.loss",
+}
+
+__all__ = ["Layout", "Mask", "attend", "prepare", "reduce_loss", "tiled_loss", "token_logps"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are first used, so that `import longspan` loads neither torch nor transformers."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longspan' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

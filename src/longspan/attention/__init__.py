@@ -1,0 +1,1 @@
+"""Sequence-parallel attention: `ulysses(ring(kernel))`, exact forward and backward."""

@@ -1,0 +1,109 @@
+"""The composition: attention as a differentiable function of this rank's q, k and v."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.attention.ring import Ring
+from longspan.attention.schedule import Schedule
+from longspan.attention.ulysses import Ulysses
+from longspan.comm.heads import HeadSplit
+from longspan.kernels.protocol import Kernel, Request
+from longspan.kernels.select import pick
+from longspan.layout import Layout
+from longspan.mask import Mask
+from longspan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Sequence-parallel attention over a mesh: `ulysses(ring(kernel))`."""
+
+    mesh: Mesh
+    kernel: Kernel
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -> Tensor:
+        """Attend from this rank's tokens to all tokens that they may see.
+
+        Args:
+            q: [B, S/sp, H, D]; k: [B, S/sp, K, D]; v: [B, S/sp, K, Dv]: this rank's shard of the layout that
+                `schedule` was made for.
+            scale: factor on q k^T before the softmax.
+
+        Returns:
+            [B, S/sp, H, Dv], q's dtype, differentiable once.
+
+        Cost: forward and backward each one all-to-all of q, k, v and one of out, and the ring's shifts.
+        """
+        return _Attention.apply(q, k, v, self, schedule, scale)  # type: ignore[no-any-return]
+
+    def ulysses(self, q: Tensor, k: Tensor) -> Ulysses:
+        """Return the head exchange for operands with these head counts."""
+        return Ulysses(HeadSplit(q.shape[2], k.shape[2], self.mesh.ulysses.size), self.mesh.ulysses)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    mesh: Mesh,
+    *,
+    layout: Layout | None = None,
+    kernel: str = "auto",
+    scale: float | None = None,
+) -> Tensor:
+    """Compute exact causal attention over a sequence divided over a mesh, for models that are not Hugging Face's.
+
+    Args:
+        q: [B, S/sp, H, D]; k: [B, S/sp, K, D]; v: [B, S/sp, K, Dv]: this rank's shard of `layout`.
+        mask: who sees whom; its length is the padded row length S.
+        mesh: the axes, as `prepare` returns them in `handle.mesh`.
+        layout: how rows were divided; None stands for `Layout(mask.length, ring, ulysses)`.
+        kernel: `auto`, one of longspan's kernels, or a Hugging Face attention name.
+        scale: factor on q k^T; None for D ** -0.5.
+
+    Returns:
+        [B, S/sp, H, Dv], differentiable once.
+
+    Raises:
+        KernelError: no kernel, or not the named one, can do this on this device.
+        BatchError: mask and layout have different lengths.
+    """
+    if layout is None:
+        layout = Layout(mask.length, mesh.ring.size, mesh.ulysses.size)
+    request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], varlen=mask.packed, bottom_right=False)
+    schedule = Schedule.of(mask, layout, mesh.ring.rank)
+    return Attend(mesh, pick(kernel, request))(q, k, v, schedule, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what the kernel saw (q, k, v of this rank's heads, out, lse), so backward exchanges gradients only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: Attend, schedule: Schedule, scale: float
+    ) -> Tensor:
+        ulysses, ring = attend.ulysses(q, k), Ring(attend.kernel, attend.mesh.ring)
+        q, k, v = ulysses.enter(q, k, v)
+        out, lse = ring.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ulysses, ctx.ring, ctx.schedule, ctx.scale = ulysses, ring, schedule, scale
+        return ulysses.leave(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        ulysses: Ulysses = ctx.ulysses
+        dout = ulysses.enter_gradient(dout.to(out.dtype))
+        saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
+        dq, dk, dv = ctx.ring.backward(dout, saved, ctx.schedule, ctx.scale)
+        grads = (dq, ulysses.contract(dk), ulysses.contract(dv))
+        dq, dk, dv = ulysses.leave_gradients(*(g.to(q.dtype) for g in grads))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None

@@ -1,0 +1,202 @@
+"""From a full batch to one rank's part: documents, shifted labels, padding, positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.attention.schedule import Schedule
+from longspan.documents import DOCUMENT_FIELDS, Documents
+from longspan.errors import BatchError
+from longspan.layout import Layout
+from longspan.mask import Mask
+from longspan.mesh import Mesh
+
+IGNORE_INDEX = -100
+"""Label of a token without a target, as in torch's cross-entropy."""
+
+CONTEXT = "longspan"
+"""Name under which a part carries its `Shard` into the model."""
+
+_TOKEN_FIELDS = ("input_ids", "inputs_embeds", "token_type_ids")
+_LABEL_FIELDS = ("labels", "shift_labels")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank must know about its part of a batch; every tensor of the part follows `layout`.
+
+    Args:
+        rows: rows of the batch.
+        max_position: largest position id of the whole batch, on every rank.
+        targets: tokens with a target in the whole batch; an integer, or a tensor when the labels live on a GPU.
+        num_items: targets over which the loss is averaged; None for those of this micro-batch over all data ranks.
+        lengths: real tokens of each row, None when the batch came without padding.
+        passed: names of the fields that were handed through as they came.
+    """
+
+    mesh: Mesh
+    layout: Layout
+    mask: Mask
+    rows: int
+    max_position: int
+    targets: int | Tensor
+    num_items: int | Tensor | None = None
+    lengths: tuple[int, ...] | None = None
+    passed: tuple[str, ...] = ()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Kernel calls of this rank, worked out at first use and then shared by all layers."""
+        return Schedule.of(self.mask, self.layout, self.mesh.ring.rank)
+
+    def cut(self, field: Tensor, fill: int | float = 0) -> Tensor:
+        """Return this rank's tokens of a full field [B, S, ...] -> [B, S/sp, ...], padding with `fill`."""
+        return cut(field, self.layout, self.mesh.sequence.rank, fill)
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    num_items: int | Tensor | None = None,
+    token_fields: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Cut a full batch into the part of this rank. Pure: no collective, the batch is left as it is.
+
+    Args:
+        batch: the same full batch on every sequence-parallel rank: input_ids [B, S] or inputs_embeds [B, S, d];
+            labels [B, S], or shift_labels if they are shifted already; position_ids, attention_mask (right padding, or
+            integers that number the documents) and cu_seqlens as far as present.
+        num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches.
+        token_fields: names of further tensors [B, S, ...] that are to be cut like the tokens.
+
+    Returns:
+        input_ids or inputs_embeds, position_ids and shift_labels of this rank, `use_cache=False`, and a `Shard` under
+        the name `longspan`.
+
+    Raises:
+        BatchError: a field is missing, unknown or of the wrong shape; padding on the left; documents that disagree.
+    """
+    tokens = _tokens(batch)
+    rows, length = tokens.shape[:2]
+    documents = Documents.find(batch, rows, length)
+    layout = Layout(length, mesh.ring.size, mesh.ulysses.size)
+    part: dict[str, Any] = {}
+    passed = []
+    labels = _shifted_labels(batch, documents, rows, length)
+    known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, "use_cache"}
+    for name, value in batch.items():
+        if name in token_fields or name in _TOKEN_FIELDS:
+            part[name] = cut(_aligned(name, value, rows, length), layout, mesh.sequence.rank)
+        elif name not in known:
+            part[name] = _untouched(name, value)
+            passed.append(name)
+    _refuse_cache(batch)
+    starts = documents.starts
+    shard = Shard(
+        mesh=mesh,
+        layout=layout,
+        mask=Mask(layout.length, starts),
+        rows=rows,
+        max_position=documents.max_position,
+        targets=0 if labels is None else _count(labels),
+        num_items=num_items,
+        lengths=documents.lengths,
+        passed=tuple(passed),
+    )
+    part["position_ids"] = documents.cut_positions(layout, mesh.sequence.rank).to(tokens.device)
+    if labels is not None:
+        part["shift_labels"] = shard.cut(labels, IGNORE_INDEX)
+    part["use_cache"] = False
+    part[CONTEXT] = shard
+    return part
+
+
+def cut(field: Tensor, layout: Layout, rank: int, fill: int | float = 0) -> Tensor:
+    """Return a rank's tokens of a field [B, S, ...] -> [B, S/sp, ...], the row padded with `fill`."""
+    missing = layout.length - field.shape[1]
+    if missing:
+        field = F.pad(field, [0, 0] * (field.dim() - 2) + [0, missing], value=fill)
+    return torch.cat([field[:, piece.start : piece.stop] for piece in layout.pieces(rank)], dim=1)
+
+
+def uncut(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+    """Join the parts [B, S/sp, ...] of all ranks into the full field [B, S, ...], without padding."""
+    full = parts[0].new_empty(parts[0].shape[0], layout.length, *parts[0].shape[2:])
+    for rank, part in enumerate(parts):
+        offset = 0
+        for piece in layout.pieces(rank):
+            full[:, piece.start : piece.stop] = part[:, offset : offset + len(piece)]
+            offset += len(piece)
+    return full[:, : layout.tokens]
+
+
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    if CONTEXT in batch:
+        raise BatchError("This batch is sharded already; shard the full batch once.")
+    present = [name for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
+    if len(present) != 1:
+        raise BatchError(f"A batch needs input_ids or inputs_embeds, and not both; it has {sorted(batch)}.")
+    tokens = batch[present[0]]
+    dims = 2 if present[0] == "input_ids" else 3
+    if not isinstance(tokens, Tensor) or tokens.dim() != dims or 0 in tokens.shape[:2]:
+        shape = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise BatchError(
+            f"{present[0]} must be a tensor {'[B, S]' if dims == 2 else '[B, S, d]'} with at least one token, "
+            f"got {shape}."
+        )
+    return tokens
+
+
+def _aligned(name: str, value: Any, rows: int, length: int) -> Tensor:
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[:2] != (rows, length):
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise BatchError(f"{name} must be a tensor [{rows}, {length}, ...] like the tokens of this batch, got {shape}.")
+    return value
+
+
+def _untouched(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() > 0:
+        raise BatchError(
+            f"Field '{name}' {list(value.shape)} is not known: pass token_fields=('{name}',) if it has one entry per "
+            "token [B, S, ...], or take it out of the batch."
+        )
+    return value
+
+
+def _refuse_cache(batch: Mapping[str, Any]) -> None:
+    if batch.get("past_key_values") is not None or batch.get("use_cache"):
+        raise BatchError(
+            "A KV cache cannot be used with a sharded sequence: drop past_key_values and use_cache; to generate, use "
+            "`with handle.bypass():`."
+        )
+
+
+def _shifted_labels(batch: Mapping[str, Any], documents: Documents, rows: int, length: int) -> Tensor | None:
+    """Return the label of the next token of the same document for each token, or None without labels."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if labels is None and shifted is None:
+        return None
+    if labels is not None and shifted is not None:
+        raise BatchError("A batch holds labels or shift_labels, not both.")
+    if shifted is not None:
+        return _aligned("shift_labels", shifted, rows, length)
+    labels = _aligned("labels", labels, rows, length)
+    documents.refuse_labels_on_padding(labels, IGNORE_INDEX)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    if documents.starts is not None:
+        rows_at, tokens_at = documents.last_tokens()
+        shifted[rows_at.to(labels.device), tokens_at.to(labels.device)] = IGNORE_INDEX
+    return shifted
+
+
+def _count(labels: Tensor) -> int | Tensor:
+    count = (labels != IGNORE_INDEX).sum()
+    return count if count.is_cuda else int(count)

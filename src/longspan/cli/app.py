@@ -1,0 +1,30 @@
+"""The commands, and how an error of ours looks to a user: one message, no traceback, exit code 1 or 2."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from longspan.cli.doctor import doctor
+from longspan.cli.train import train
+from longspan.errors import LongspanError
+
+app = typer.Typer(
+    name="longspan",
+    help="Train Hugging Face causal language models on very long sequences, exactly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(doctor)
+
+
+def main() -> None:
+    """Run the command line. Exit 2: a setting, the data or the topology cannot be used; 1: the run failed."""
+    try:
+        app()
+    except LongspanError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)

@@ -1,0 +1,45 @@
+"""Turn the settings' schema into command line flags."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from longspan.config import Setting, settings
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command a flag per setting; its `overrides` parameter gets those that were used, by path."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "overrides"]
+    known = {"set_" + "_".join(setting.path): setting for setting in settings()}
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(setting))
+        for name, setting in known.items()
+    ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        used = {known[name].path: values.pop(name) for name in known if name in values}
+        command(**values, overrides={path: value for path, value in used.items() if value is not None})
+
+    run.__signature__ = inspect.Signature([*own, *flags])  # pyright: ignore[reportAttributeAccessIssue]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *flags)}
+    del run.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
+    return run
+
+
+def _annotation(setting: Setting) -> Any:
+    section = f"Settings: {setting.path[0]}" if len(setting.path) > 1 else "Settings"
+    if setting.kind is bool:
+        flag = f"{setting.flag}/--no-{setting.flag[2:]}"
+        return Annotated[bool | None, typer.Option(flag, help=setting.help, rich_help_panel=section)]
+    metavar = _METAVARS.get(setting.kind, "VALUE")
+    return Annotated[
+        str | None, typer.Option(setting.flag, help=setting.help, metavar=metavar, rich_help_panel=section)
+    ]

@@ -1,0 +1,151 @@
+"""Start a run's processes, or join those that torchrun started, and bring their errors home once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from longspan.config import RunConfig
+from longspan.errors import ConfigError, LongspanError, TrainingError
+from longspan.train.data import Corpus
+from longspan.train.loop import train
+from longspan.train.preflight import preflight
+from longspan.train.progress import Progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a started process needs: settings, data, where to leave its error, and where rank 0 shows progress."""
+
+    config: str
+    corpus: str
+    errors: str
+    to_stderr: bool
+
+
+def default_processes(config: RunConfig) -> int:
+    """Return one process per GPU; without a GPU, as many as share a sequence."""
+    return torch.cuda.device_count() or config.sequence_parallel_size
+
+
+def start(config: RunConfig, processes: int, stream: TextIO) -> None:
+    """Check a run, start its processes on this host and wait for them.
+
+    Args:
+        stream: where progress goes, stdout or stderr.
+
+    Raises:
+        LongspanError: what the check found, or the first error of a process.
+    """
+    corpus, report = preflight(config, processes)
+    print(f"data: {report}", file=stream, flush=True)
+    if processes == 1:
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        train(config, corpus, device, _progress(config, stream))
+        return
+    with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
+        path = str(Path(folder) / "corpus.safetensors")
+        corpus.save(path)
+        job = Job(config.model_dump_json(), path, folder, stream is sys.stderr)
+        _launch(job, processes)
+
+
+def join(config: RunConfig, to_stderr: bool) -> bool:
+    """Run as one of torchrun's processes; return whether this is the first of them.
+
+    An error in the settings or the data is the same everywhere and raised on rank 0 alone; the others exit silently.
+    """
+    rank = int(os.environ["RANK"])
+    try:
+        corpus, report = preflight(config, int(os.environ["WORLD_SIZE"]))
+    except LongspanError:
+        if rank == 0:
+            raise
+        sys.exit(2)
+    stream = sys.stderr if to_stderr else sys.stdout
+    if rank == 0:
+        print(f"data: {report}", file=stream, flush=True)
+    _train_as_rank(config, corpus, stream)
+    return rank == 0
+
+
+def _launch(job: Job, processes: int) -> None:
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id="longspan",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method="spawn",
+    )
+    logging.disable(logging.CRITICAL)  # the launcher's account of a failure; ours is printed instead
+    try:
+        elastic_launch(launch, _process)(job)
+    except ChildFailedError as error:
+        raise _first_error(Path(job.errors), error) from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _first_error(folder: Path, failed: ChildFailedError) -> LongspanError:
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")]
+    if reports:
+        return TrainingError(min(reports, key=lambda report: report["time_s"])["text"])
+    rank, failure = failed.get_first_failure()
+    return TrainingError(f"Process {rank} ended with exit code {failure.exitcode} and said nothing; was it killed?")
+
+
+def _process(job: Job) -> None:
+    try:
+        config = RunConfig.model_validate_json(job.config)
+        stream = sys.stderr if job.to_stderr else sys.stdout
+        _train_as_rank(config, Corpus.load(job.corpus), stream)
+    except Exception as error:
+        text = str(error) if isinstance(error, LongspanError) else traceback.format_exc()
+        rank = os.environ["RANK"]
+        report = json.dumps({"time_s": time.time(), "text": text})
+        (Path(job.errors) / f"error-{rank}.json").write_text(report, encoding="utf-8")
+        sys.stdout.flush()
+        os._exit(1)  # at once: waiting for the other ranks' collectives could take until their time-out
+
+
+def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_size > torch.cuda.device_count():
+            raise ConfigError(
+                f"{local_size} processes on this host, but {torch.cuda.device_count()} GPUs; lower --nproc."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    try:
+        train(config, corpus, device, _progress(config, stream) if rank == 0 else None)
+    finally:
+        dist.destroy_process_group()
+
+
+def _progress(config: RunConfig, stream: TextIO) -> Progress:
+    return Progress(stream, config.max_steps, config.logging.every)

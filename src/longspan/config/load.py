@@ -1,0 +1,184 @@
+"""Read a run's settings and say everything that is wrong with them at once, in the user's words."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from longspan.config.schema import RunConfig
+from longspan.config.settings import settings
+from longspan.errors import ConfigError
+
+Keys = tuple[str, ...]
+_PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass
+class Origins:
+    """Where each value came from: a line of the file, or a flag."""
+
+    file: str | None = None
+    lines: dict[Keys, int] = field(default_factory=dict)
+    flags: dict[Keys, str] = field(default_factory=dict)
+
+    def of(self, path: Keys) -> str:
+        """Name the place of a value, or of the nearest section around it; empty when unknown."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.flags:
+                return f" ({self.flags[path[:end]]})"
+            if path[:end] in self.lines:
+                return f" ({self.file}:{self.lines[path[:end]]})"
+        return f" ({self.file})" if self.file else ""
+
+
+def load_config(path: str | Path, overrides: Mapping[Keys, Any] | None = None) -> RunConfig:
+    """Read a YAML file, lay the command line's values over it, and validate the result.
+
+    Args:
+        overrides: values by path, such as {("optimizer", "lr"): 1e-4}. Text is read as YAML where the setting is
+            not text.
+
+    Raises:
+        ConfigError: everything wrong with it, one line each.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"No such file: {path}. Give the path of a run's YAML file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read {path}: {error}.") from None
+    origins = Origins(str(path))
+    values = _parse_yaml(text, origins)
+    return parse_config(values, overrides, origins)
+
+
+def parse_config(
+    values: dict[str, Any], overrides: Mapping[Keys, Any] | None = None, origins: Origins | None = None
+) -> RunConfig:
+    """Validate settings that are already a dictionary.
+
+    Raises:
+        ConfigError: everything wrong with them, one line each.
+    """
+    origins = origins or Origins()
+    for path, value in (overrides or {}).items():
+        _override(values, path, value, origins)
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error, origins) from None
+    files = tuple(_expand(text, origins) for text in config.data.files)
+    return config.model_copy(update={"data": config.data.model_copy(update={"files": files})})
+
+
+def _parse_yaml(text: str, origins: Origins) -> dict[str, Any]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{origins.file}{line} is not YAML: {error.problem}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{origins.file} is not YAML: {str(error).splitlines()[0]}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{origins.file} must hold `name: value` lines, such as `sequence_length: 128K`.")
+    _note_lines(node, (), origins)
+    return values
+
+
+def _note_lines(node: yaml.Node | None, path: Keys, origins: Origins) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        at = (*path, str(key.value))
+        line = key.start_mark.line + 1
+        if at in origins.lines:
+            raise ConfigError(
+                f"{origins.file}:{line}: {'.'.join(at)} stands twice (first on line {origins.lines[at]}); keep one."
+            )
+        origins.lines[at] = line
+        _note_lines(value, at, origins)
+
+
+def _override(values: dict[str, Any], path: Keys, value: Any, origins: Origins) -> None:
+    setting = next(s for s in settings() if s.path == path)
+    if isinstance(value, str) and setting.kind is not str:
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"{setting.flag}: cannot read {value!r}; example: {setting.example}.") from None
+    origins.flags[path] = setting.flag
+    for name in path[:-1]:
+        inner = values.setdefault(name, {})
+        if not isinstance(inner, dict):
+            return  # validation names the section that is not one
+        values = inner
+    values[path[-1]] = value
+
+
+def _expand(text: str, origins: Origins) -> str:
+    known = {"stdlib": sysconfig.get_path("stdlib")}
+    for name in _PLACEHOLDER.findall(text):
+        if name not in known:
+            place = origins.of(("data", "files"))
+            raise ConfigError(f"data.files{place}: ${{{name}}} means nothing; the only placeholder is ${{stdlib}}.")
+    return _PLACEHOLDER.sub(lambda match: known[match[1]], text)
+
+
+def _explain(error: ValidationError, origins: Origins) -> ConfigError:
+    lines = list(dict.fromkeys(_line(dict(item), origins) for item in error.errors(include_url=False)))
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError(f"{len(lines)} settings cannot be used:\n  " + "\n  ".join(lines))
+
+
+def _line(item: dict[str, Any], origins: Origins) -> str:
+    path = tuple(str(part) for part in item["loc"])
+    known = {setting.path: setting for setting in settings()}
+    element = path and path not in known and path[:-1] in known
+    if element:  # of a list or a dictionary: speak of the setting
+        path = path[:-1]
+    place, name = origins.of(path), ".".join(path)
+    if item["type"] == "extra_forbidden":
+        return f"{name}{place} is not a setting.{_nearest(path)}"
+    if item["type"] == "missing":
+        return f"{name}{place} is missing.{_example(known.get(path), name)}"
+    if path in known:
+        setting = known[path]
+        allowed = _sentence(item["msg"]) if element else f"Allowed: {setting.allowed}."
+        return f"{name}{place}: {item['input']!r} cannot be used. {allowed}{_example(setting, name)}"
+    if item["type"] in ("model_type", "model_attributes_type"):
+        return f"{name}{place} must be a section of `name: value` lines, got {item['input']!r}."
+    return f"{name + place + ': ' if name else ''}{_sentence(item['msg'].removeprefix('Value error, '))}"
+
+
+def _nearest(path: Keys) -> str:
+    section: Any = RunConfig
+    for name in path[:-1]:
+        section = section.model_fields[name].annotation
+    names = list(section.model_fields) if issubclass(section, BaseModel) else []
+    near = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {'.'.join((*path[:-1], near[0]))}?"
+    elsewhere = difflib.get_close_matches(path[-1], [s.path[-1] for s in settings()], n=1, cutoff=0.8)
+    for setting in settings():
+        if elsewhere and setting.path[-1] == elsewhere[0]:
+            return f" Did you mean {setting.name}?"
+    return f" Known here: {', '.join(names)}."
+
+
+def _example(setting: Any, name: str) -> str:
+    return f" Example: `{name.rsplit('.')[-1]}: {setting.example}`." if setting else f" Add a `{name}:` section."
+
+
+def _sentence(text: str) -> str:
+    return text.rstrip(".") + "."

@@ -1,0 +1,206 @@
+"""What a run can be told: every field with its meaning, unit, default and an example."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_SIZE = re.compile(r"(\d+)([KM]?)", re.IGNORECASE)
+_FACTOR = {"": 1, "K": 1024, "M": 1024**2}
+
+
+def parse_size(value: Any) -> int:
+    """Read a number of tokens: 131072, "128K" (times 1024) or "1M" (times 1024 squared).
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError("not a size: write a whole number, 128K (x 1024) or 1M (x 1024 x 1024)")
+    return int(match[1]) * _FACTOR[match[2].upper()]
+
+
+def _number(value: Any) -> Any:
+    # YAML's true would pass as 1.
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Int = Annotated[int, BeforeValidator(_number)]
+Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Rate = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+
+
+def _field(description: str, default: Any = ..., *, example: Any, unit: str | None = None, **bounds: Any) -> Any:
+    """Declare a setting: the schema, the errors and the command line's help are all made from this."""
+    return Field(default, description=description, json_schema_extra={"example": example, "unit": unit}, **bounds)
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, and closed to names it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    name: str = _field(
+        "Model: a preset (random weights, nothing downloaded), a folder, or a hub id.",
+        example="tiny-llama",
+        min_length=1,
+    )
+    init: Literal["pretrained", "random"] = _field(
+        "Weights: 'pretrained' loads them, 'random' draws them from the seed.", "pretrained", example="random"
+    )
+    overrides: dict[str, Any] = _field(
+        "Fields of the model's own config to replace; they are saved with the model.",
+        {},
+        example="{num_hidden_layers: 2}",
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = _field(
+        "Type of the parameters, their gradients and the optimizer's state.", "float32", example="bfloat16"
+    )
+
+
+class DataConfig(Section):
+    """The documents to train on."""
+
+    files: Texts = _field(
+        "Files or patterns (* ? **), from the working directory; ${stdlib} is Python's standard library.",
+        example='["data/*.jsonl"]',
+        min_length=1,
+    )
+    format: Literal["text", "jsonl", "tokens"] = _field(
+        "'text': a document per file. 'jsonl': a document per line, with `text`, or `input_ids` and optional `labels`. "
+        "'tokens': a document per .npy file of whole numbers.",
+        "text",
+        example="jsonl",
+    )
+    tokenizer: str = _field("Tokenizer: 'bytes', a folder, or a hub id.", "bytes", example="bytes", min_length=1)
+    long_documents: Literal["split", "drop", "error"] = _field(
+        "Documents longer than sequence_length: cut into pieces that do not see each other, left out, or refused.",
+        "error",
+        example="split",
+    )
+    empty_documents: Literal["drop", "error"] = _field(
+        "Documents without a token: left out, or refused.", "error", example="drop"
+    )
+    packing: bool = _field(
+        "Put several documents into a row, as many as fit; they never see each other.", True, example=True
+    )
+    shuffle: bool = _field("Draw a new order of the documents for each epoch, from the seed.", True, example=True)
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: Float = _field("Peak learning rate.", 2e-5, example="2.0e-5", gt=0)
+    weight_decay: Float = _field("Decay of matrices; vectors (norms, biases) do not decay.", 0.0, example=0.1, ge=0)
+    betas: tuple[Rate, Rate] = _field(
+        "Decay rates of the two moments, each from 0 to below 1.", (0.9, 0.95), example="[0.9, 0.95]"
+    )
+    max_grad_norm: Float | None = _field(
+        "Gradients of a larger global norm are scaled down; null: never.", 1.0, example=1.0, gt=0
+    )
+
+
+class ScheduleConfig(Section):
+    """How the learning rate moves."""
+
+    kind: Literal["constant", "cosine"] = _field("Shape after the warm-up.", "constant", example="cosine")
+    warmup_steps: Int = _field("Linear rise to the peak.", 0, unit="steps", example=10, ge=0)
+    final_ratio: Float = _field(
+        "Learning rate at the end of 'cosine', as a share of the peak.", 0.0, example=0.1, ge=0, le=1
+    )
+
+
+class LoggingConfig(Section):
+    """What is shown while training; metrics.jsonl gets every step all the same."""
+
+    every: Int = _field("Show every n-th step.", 1, unit="steps", example=10, ge=1)
+
+
+class SaveConfig(Section):
+    """What is kept."""
+
+    final: bool = _field("Write the trained model and its tokenizer to output_dir/model.", True, example=True)
+
+
+class RunConfig(Section):
+    """A training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    sequence_length: Size = _field("Longest row.", unit="tokens", example="128K", ge=2)
+    sequence_parallel_size: Int = _field(
+        "Processes that share each sequence; it must divide the number of processes.",
+        1,
+        unit="processes",
+        example=4,
+        ge=1,
+    )
+    ulysses_degree: Int | None = _field(
+        "Processes that exchange heads; null: chosen. Times ring_degree it is sequence_parallel_size.",
+        None,
+        unit="processes",
+        example=2,
+        ge=1,
+    )
+    ring_degree: Int | None = _field(
+        "Processes that pass keys and values on; null: chosen.", None, unit="processes", example=2, ge=1
+    )
+    kernel: str = _field(
+        "Attention kernel; `longspan doctor` lists what is usable here.", "auto", example="auto", min_length=1
+    )
+    engine: Literal["auto", "single", "ddp", "fsdp2"] = _field(
+        "Who holds parameters and reduces gradients; 'auto': single for one process, fsdp2 for more.",
+        "auto",
+        example="fsdp2",
+    )
+    compute_dtype: Literal["bfloat16"] | None = _field(
+        "With fsdp2: run the model in this type, on parameters kept in model.dtype; gradients are reduced in float32.",
+        None,
+        example="bfloat16",
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    max_steps: Int = _field("Optimizer steps.", unit="steps", example=1000, ge=1)
+    gradient_accumulation_steps: Int = _field(
+        "Micro-batches per optimizer step and replica.", 1, unit="micro-batches", example=4, ge=1
+    )
+    micro_batch_size: Int = _field("Rows per micro-batch.", 1, unit="rows", example=1, ge=1)
+    seed: Int = _field("Seed of weights, order and dropout.", 0, example=0, ge=0, lt=2**63)
+    output_dir: str = _field("Folder for metrics.jsonl and the model.", example="out/run", min_length=1)
+    overwrite: bool = _field("Replace what an earlier run left in output_dir.", False, example=False)
+    logging: LoggingConfig = LoggingConfig()
+    save: SaveConfig = SaveConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        sp, ulysses, ring = self.sequence_parallel_size, self.ulysses_degree, self.ring_degree
+        if sp % ((ulysses or 1) * (ring or 1)) or (ulysses and ring and ulysses * ring != sp):
+            raise ValueError(
+                f"ulysses_degree {ulysses} x ring_degree {ring} does not make sequence_parallel_size {sp}: set one of "
+                "them to a divisor and leave the other out"
+            )
+        if self.compute_dtype is not None and self.engine in ("single", "ddp"):
+            raise ValueError(
+                f"compute_dtype {self.compute_dtype} needs engine fsdp2, not {self.engine}: choose fsdp2, or set "
+                f"model.dtype to {self.compute_dtype}"
+            )
+        if self.schedule.warmup_steps > self.max_steps:
+            raise ValueError(f"schedule.warmup_steps {self.schedule.warmup_steps} exceeds max_steps {self.max_steps}")
+        return self

@@ -1,0 +1,228 @@
+"""Where the documents of a batch begin, from whatever the batch says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.errors import BatchError
+from longspan.layout import Layout
+
+DOCUMENT_FIELDS = (
+    "position_ids",
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
+"""Fields that say where documents lie; they are consumed, and position_ids are made anew for the part."""
+
+Starts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents and positions of a batch of rows.
+
+    Args:
+        starts: first tokens of each row's documents; None when each row is one document.
+        positions: position ids [B, S] on the host, or None when each row counts from 0.
+        lengths: real tokens of each row; None when nothing is padded.
+    """
+
+    tokens: int
+    starts: Starts | None
+    positions: Tensor | None
+    lengths: tuple[int, ...] | None
+    rows: int
+
+    @classmethod
+    def find(cls, batch: Mapping[str, Any], rows: int, tokens: int) -> Documents:
+        """Read document borders from cu_seqlens, restarting position ids or an integer mask.
+
+        Cost: one copy of these fields to the host if they live on a GPU.
+
+        Raises:
+            BatchError: padding on the left or inside, a mask per pair of tokens, or sources that disagree.
+        """
+        numbered, lengths = _read_mask(batch.get("attention_mask"), rows, tokens)
+        positions = _read_positions(batch.get("position_ids"), rows, tokens)
+        if positions is not None:
+            positions, lengths = _continue_padding(positions, lengths)
+        sources = {
+            "cu_seqlens": _read_borders(batch, rows, tokens),
+            "attention_mask": numbered,
+            "seq_idx": _read_numbers(batch.get("seq_idx"), rows, tokens),
+            "position_ids": None if positions is None else _restarts(positions),
+        }
+        given = {name: starts for name, starts in sources.items() if starts is not None}
+        starts = _agreed(given, rows)
+        if starts is not None and positions is None:
+            positions = _count_from(starts, tokens)
+        return cls(tokens, starts if starts and any(len(s) > 1 for s in starts) else None, positions, lengths, rows)
+
+    @property
+    def max_position(self) -> int:
+        """Largest position id of the batch as it was given."""
+        if self.positions is None:
+            return self.tokens - 1
+        return int(self.positions.max())
+
+    def cut_positions(self, layout: Layout, rank: int) -> Tensor:
+        """Return the position ids of a rank's tokens, [B, S/sp]; the layout's padding repeats the last position."""
+        pieces = layout.pieces(rank)
+        if self.positions is None:
+            row = torch.cat([torch.arange(p.start, p.stop) for p in pieces])
+            return row.clamp(max=self.tokens - 1).expand(self.rows, -1).contiguous()
+        tail = self.positions[:, -1:].expand(-1, layout.length - self.tokens)
+        full = torch.cat([self.positions, tail], 1)
+        return torch.cat([full[:, p.start : p.stop] for p in pieces], 1)
+
+    def last_tokens(self) -> tuple[Tensor, Tensor]:
+        """Return rows and token indices of the last token of each document but the last of each row."""
+        pairs = [(row, start - 1) for row, starts in enumerate(self.starts or ()) for start in starts[1:]]
+        rows, tokens = zip(*pairs, strict=True) if pairs else ((), ())
+        return torch.tensor(rows, dtype=torch.long), torch.tensor(tokens, dtype=torch.long)
+
+    def refuse_labels_on_padding(self, labels: Tensor, ignore_index: int) -> None:
+        """Raise if a padded token has a label: one device would train on it or not depending on the loss."""
+        if self.lengths is None:
+            return
+        for row, length in enumerate(self.lengths):
+            wrong = int((labels[row, length:] != ignore_index).sum())
+            if wrong:
+                raise BatchError(
+                    f"Row {row} has {wrong} labels on padding (tokens {length} and later); set them to {ignore_index}."
+                )
+
+
+def _read_mask(mask: Any, rows: int, tokens: int) -> tuple[Starts | None, tuple[int, ...] | None]:
+    """Return documents numbered by the mask, and the real length of each row where some are padded."""
+    if mask is None:
+        return None, None
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != (rows, tokens):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise BatchError(
+            f"attention_mask must be [{rows}, {tokens}] with 1 for tokens, 0 for padding on the right, or integers "
+            f"that number the documents; got {shape}. A mask per pair of tokens cannot be divided over ranks: "
+            "describe documents by cu_seqlens or by position_ids that restart."
+        )
+    host = mask.to("cpu", torch.long)
+    real = host != 0
+    lengths = real.sum(1)
+    if not torch.equal(real, torch.arange(tokens) < lengths[:, None]):
+        row = int((real != (torch.arange(tokens) < lengths[:, None])).any(1).nonzero()[0])
+        raise BatchError(
+            f"Row {row} of attention_mask has padding before or between its {int(lengths[row])} tokens. Pad on the "
+            "right (tokenizer.padding_side = 'right')."
+        )
+    if int(lengths.min()) == 0:
+        raise BatchError(f"Row {int(lengths.argmin())} of attention_mask holds no token; drop that row.")
+    padded = None if int(lengths.min()) == tokens else tuple(lengths.tolist())
+    return (_changes(host, lengths.tolist()) if int(host.max()) > 1 else None), padded
+
+
+def _read_numbers(numbers: Any, rows: int, tokens: int) -> Starts | None:
+    """Return documents from seq_idx, which numbers the document of each token."""
+    if numbers is None:
+        return None
+    if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (rows, tokens):
+        shape = list(numbers.shape) if isinstance(numbers, Tensor) else type(numbers).__name__
+        raise BatchError(f"seq_idx must be [{rows}, {tokens}], got {shape}.")
+    return _changes(numbers.to("cpu", torch.long), [tokens] * rows)
+
+
+def _changes(numbers: Tensor, lengths: list[int]) -> Starts:
+    moved = numbers[:, 1:] != numbers[:, :-1]
+    return tuple(
+        (0, *(i for i in (moved[row].nonzero().flatten() + 1).tolist() if i < lengths[row]))
+        for row in range(len(lengths))
+    )
+
+
+def _read_positions(positions: Any, rows: int, tokens: int) -> Tensor | None:
+    if positions is None:
+        return None
+    if not isinstance(positions, Tensor) or tuple(positions.shape) not in {(rows, tokens), (1, tokens), (tokens,)}:
+        shape = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
+        raise BatchError(f"position_ids must be [{rows}, {tokens}], [1, {tokens}] or [{tokens}], got {shape}.")
+    return positions.to("cpu", torch.long).reshape(-1, tokens).expand(rows, tokens)
+
+
+def _continue_padding(positions: Tensor, lengths: tuple[int, ...] | None) -> tuple[Tensor, tuple[int, ...] | None]:
+    """Let padded tokens count on from the last real one; position ids of -1 mark padding too."""
+    marked = positions < 0
+    if bool(marked.any()):
+        real = (~marked).sum(1)
+        if not torch.equal(~marked, torch.arange(positions.shape[1]) < real[:, None]) or int(real.min()) == 0:
+            raise BatchError("Negative position_ids may only mark padding on the right, behind at least one token.")
+        if lengths is not None and tuple(real.tolist()) != lengths:
+            raise BatchError("attention_mask and negative position_ids mark different tokens as padding.")
+        lengths = tuple(real.tolist())
+    if lengths is None:
+        return positions, None
+    positions = positions.clone()
+    for row, length in enumerate(lengths):
+        missing = positions.shape[1] - length
+        positions[row, length:] = positions[row, length - 1] + torch.arange(1, missing + 1)
+    return positions, lengths
+
+
+def _restarts(positions: Tensor) -> Starts:
+    moved = positions[:, 1:] != positions[:, :-1] + 1
+    return tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in moved)
+
+
+def _read_borders(batch: Mapping[str, Any], rows: int, tokens: int) -> Starts | None:
+    """Return documents from cu_seqlens over the rows laid one after the other."""
+    found = {name: batch[name] for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k") if batch.get(name) is not None}
+    if not found:
+        return None
+    lists = {name: torch.as_tensor(value).flatten().tolist() for name, value in found.items()}
+    name, borders = next(iter(lists.items()))
+    if any(other != borders for other in lists.values()):
+        raise BatchError(f"{' and '.join(lists)} describe different documents; pass one of them.")
+    rising = len(borders) > 1 and all(a < b for a, b in zip(borders, borders[1:], strict=False))
+    if not rising or borders[0] != 0 or borders[-1] != rows * tokens:
+        raise BatchError(
+            f"{name} must rise from 0 to the batch's {rows * tokens} tokens without empty documents, got "
+            f"{borders[:6]}{' ...' if len(borders) > 6 else ''} (ends at {borders[-1] if borders else None})."
+        )
+    missing = [row for row in range(rows) if row * tokens not in borders]
+    if missing:
+        raise BatchError(f"{name} lets a document cross from row {missing[0] - 1} into row {missing[0]}.")
+    return tuple(
+        tuple(b - row * tokens for b in borders if row * tokens <= b < (row + 1) * tokens) for row in range(rows)
+    )
+
+
+def _agreed(given: dict[str, Starts], rows: int) -> Starts | None:
+    """Return the one description that all sources share."""
+    if not given:
+        return None
+    (first, starts), *others = given.items()
+    for name, other in others:
+        for row in range(rows):
+            if starts[row] != other[row]:
+                raise BatchError(
+                    f"Row {row}: {first} puts documents at {list(starts[row][:5])}, {name} at {list(other[row][:5])}. "
+                    "Pass one of them, or make them agree."
+                )
+    return starts
+
+
+def _count_from(starts: Starts, tokens: int) -> Tensor:
+    """Return positions that restart at each document."""
+    rows = []
+    for row in starts:
+        first = torch.zeros(tokens, dtype=torch.long)
+        first[list(row)] = torch.tensor(row)
+        rows.append(torch.arange(tokens) - first.cummax(0).values)
+    return torch.stack(rows)

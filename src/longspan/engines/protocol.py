@@ -1,0 +1,102 @@
+"""What a training loop asks of an engine, and what an engine asks of a prepared model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.mesh import Mesh
+
+GradReduction = Literal["mean", "sum"]
+
+
+class Prepared(Protocol):
+    """The part of `longspan.prepare`'s handle that engines use."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Axes; `mesh.world` is where gradients are reduced."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder layers of the trunk."""
+        ...
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients of every parameter over `mesh.world`."""
+        ...
+
+
+class Engine(Protocol):
+    """Hold parameters and reduce gradients, in one fixed order of calls.
+
+    `grad_reduction` is what `longspan.prepare` must be told; then wrap once, and per optimizer step: `accumulating`
+    around the forward and backward of each micro-batch, `reduce`, `clip_grad_norm`. Losses are already divided by the
+    targets of the whole step, so nothing is divided by the number of micro-batches.
+    """
+
+    name: str
+    grad_reduction: GradReduction
+
+    def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
+        """Return the module to call; afterwards its parameters are the ones to optimise."""
+        ...
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Surround one micro-batch; gradients are reduced in the last one's backward at the earliest."""
+        ...
+
+    def reduce(self) -> None:
+        """Finish what the backward passes left to reduce."""
+        ...
+
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """Scale the gradients down to a global norm, if above it, and return the norm before."""
+        ...
+
+
+def clip_by_global_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Clip gradients by their norm over all parameters, as one process with whole parameters would.
+
+    Args:
+        max_norm: None leaves the gradients as they are.
+        group: processes that shard the parameters that are DTensors; others count once.
+
+    Returns:
+        The norm before clipping, float32 (float64 for float64 gradients), equal on every rank.
+
+    Cost: one all-reduce of one number if parameters are sharded; no host sync.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    whole = _sum_of_squares([g for g in gradients if not isinstance(g, DTensor)], gradients[0])
+    shards = [g.to_local() for g in gradients if isinstance(g, DTensor)]
+    if shards:
+        sharded = _sum_of_squares(shards, gradients[0])
+        dist.all_reduce(sharded, group=group)
+        whole = whole + sharded
+    norm = whole.sqrt()
+    if max_norm is not None:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(scale)
+    return norm
+
+
+def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype, device=like.device)
+    for tensor in tensors:
+        total += torch.linalg.vector_norm(tensor, dtype=dtype) ** 2
+    return total

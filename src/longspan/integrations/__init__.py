@@ -1,0 +1,1 @@
+"""Where longspan meets other libraries; the only folder that imports them."""

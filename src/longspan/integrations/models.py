@@ -1,0 +1,134 @@
+"""Build the model that a run names: a preset, a folder or a hub id, with fields of its config replaced."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from longspan.config import ModelConfig
+from longspan.errors import ConfigError
+from longspan.integrations.presets import PRESETS, preset_config
+
+
+def load_model_config(model: ModelConfig) -> PretrainedConfig:
+    """Return the model's own config with the run's overrides.
+
+    Raises:
+        ConfigError: no such model, an override of a field it does not have, or values that do not fit together.
+    """
+    if model.name in PRESETS:
+        if model.init == "pretrained":
+            raise ConfigError(
+                f"model.name: {model.name} is a preset, which has no weights to load. Set model.init: random, or give "
+                "a folder or hub id."
+            )
+        config = preset_config(model.name)
+    else:
+        config = _read_config(model.name)
+    fields = config.to_dict()
+    for name, value in model.overrides.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"model.overrides: {type(config).__name__} has no field {name!r}.{hint}")
+        fields[name] = value
+    if not model.overrides:
+        return config
+    try:
+        return type(config).from_dict(_with_derived(fields, config, model.overrides))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model.overrides {model.overrides} do not fit {type(config).__name__}: {reason}.") from None
+
+
+def build_model(model: ModelConfig, seed: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+    """Build the model on the CPU, with the same weights on every process.
+
+    Args:
+        seed: of random weights.
+        tokenizer: a model with random weights takes over its end-of-text id.
+
+    Raises:
+        ConfigError: no such model, or its weights cannot be loaded.
+    """
+    config = load_model_config(model)
+    dtype = getattr(torch, model.dtype)
+    if model.init == "random":
+        if tokenizer is not None:
+            config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model.name, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.name: cannot load {model.name!r}: {_first_line(error)}") from None
+
+
+def check_fit(config: PretrainedConfig, longest_tokens: int, largest_id: int) -> None:
+    """Refuse documents that the model has no positions for and tokens that it has no embedding for.
+
+    Args:
+        longest_tokens: longest document (positions restart with each).
+        largest_id: largest token id of the data.
+
+    Raises:
+        ConfigError: either of them.
+    """
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and longest_tokens > positions:
+        raise ConfigError(
+            f"The longest document has {longest_tokens:,} tokens, more than the model's max_position_embeddings "
+            f"{positions:,}. Shorten sequence_length, or set model.overrides: {{max_position_embeddings: "
+            f"{longest_tokens}}} (and, for weights that were trained shorter, its rope_parameters)."
+        )
+    if largest_id >= text.vocab_size:
+        raise ConfigError(
+            f"The data holds token id {largest_id:,}, but the model's vocabulary ends at {text.vocab_size - 1:,}. "
+            "Use the model's own tokenizer, or set model.overrides.vocab_size for a model with random weights."
+        )
+
+
+def write_pretrained(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor]
+) -> None:
+    """Write weights (safetensors), config and tokenizer so that `from_pretrained(folder)` reads them."""
+    model.save_pretrained(folder, state_dict=state)
+    tokenizer.save_pretrained(folder)
+
+
+def _read_config(name: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f" Did you mean the preset {near[0]}?" if near and not Path(name).exists() else ""
+        raise ConfigError(f"model.name: cannot load {name!r}: {_first_line(error)}{hint}") from None
+
+
+def _with_derived(fields: dict[str, Any], config: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    # Per-layer lists and the head size follow from fields that the user changed, unless given too.
+    fields = copy.deepcopy(fields)
+    if "num_hidden_layers" in overrides and "layer_types" not in overrides and fields.get("layer_types"):
+        fields["layer_types"] = _cycled(fields["layer_types"], fields["num_hidden_layers"])
+    followed = getattr(config, "head_dim", None) == config.hidden_size // config.num_attention_heads
+    if followed and "head_dim" not in overrides:
+        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    return fields
+
+
+def _cycled(values: list[Any], length: int) -> list[Any]:
+    return [values[i % len(values)] for i in range(length)]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

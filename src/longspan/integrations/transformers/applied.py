@@ -1,0 +1,224 @@
+"""The handle of a prepared model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from longspan.attention.build import Attend
+from longspan.batch import CONTEXT, Shard, shard_batch, uncut
+from longspan.errors import BatchError, ModelError
+from longspan.integrations.transformers.attention import NAME
+from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
+from longspan.integrations.transformers.parts import Parts
+from longspan.integrations.transformers.rope import Rotary
+from longspan.loader import ShardedLoader
+from longspan.mesh import Axis, Mesh
+from longspan.plan.plan import Plan
+
+
+class Applied:
+    """What `longspan.prepare` returns: shards batches, reports, and undoes what was done to the model.
+
+    All it changes are instance attributes of this model (the `forward` of the model, its head and its rotary
+    embeddings) and the name of its attention implementation; other models in the process are untouched.
+    """
+
+    def __init__(
+        self, parts: Parts, mesh: Mesh, plan: Plan, attend: Attend, *, logits: bool, grad_reduction: str, in_eval: bool
+    ) -> None:
+        self.parts = parts
+        self.model: PreTrainedModel = parts.model
+        self.mesh, self.plan, self.attend = mesh, plan, attend
+        self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
+        self.call: ForwardCall | None = None
+        self.bypassed = False
+        self.settings: tuple[object, ...] = ()
+        self._plain_attention: str = parts.model.config._attn_implementation
+        self._replaced: list[tuple[nn.Module, Any]] = []
+        rotaries = [(module, Rotary(module, self)) for module in parts.rotaries]
+        use_attention(self.model, NAME)
+        for module, forward in [(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries]:
+            self._replaced.append((module, module.__dict__.get("forward")))
+            module.forward = forward
+        self.model._longspan_applied = self  # type: ignore[assignment]
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Decoder layers of the trunk."""
+        return self.parts.layers
+
+    def shard(
+        self, batch: Mapping[str, Any], num_items: int | Tensor | None = None, token_fields: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Cut a full batch, the same on every sequence-parallel rank, into this rank's part.
+
+        Args:
+            batch: input_ids [B, S] or inputs_embeds [B, S, d], labels [B, S], and what describes documents and
+                padding; see `longspan.batch.shard_batch`.
+            num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches; None for
+                those of this micro-batch, added up over the data ranks during forward.
+            token_fields: names of further tensors [B, S, ...] to cut.
+
+        Returns:
+            Keyword arguments for the model. Pure and free of collectives.
+        """
+        return shard_batch(batch, self.mesh, num_items=num_items, token_fields=token_fields)
+
+    def loader(self, batches: Iterable[Mapping[str, Any]], accumulation: int = 1) -> ShardedLoader:
+        """Iterate over parts of the batches of a data loader that all sequence-parallel ranks read alike."""
+        return ShardedLoader(batches, self.shard, self.mesh, accumulation)
+
+    def gather(self, x: Tensor, part: Mapping[str, Any] | Shard) -> Tensor:
+        """Return a per-token tensor of a part at full length, unpadded and in order, on every rank.
+
+        Args:
+            x: [B, s, ...], tokens as in the part.
+            part: the part that x was computed from.
+
+        Returns:
+            [B, S, ...]; padding that the batch came with is 0. Differentiable: whoever computes the same loss from it
+            on every rank gets the gradients of one device under the engine that `grad_reduction` names.
+
+        Cost: one all-gather over the sequence axis; backward has none.
+        """
+        shard = _context(part)
+        if x.dim() < 2 or x.shape[:2] != (shard.rows, shard.layout.shard_tokens):
+            raise BatchError(
+                f"gather takes [B={shard.rows}, {shard.layout.shard_tokens} tokens, ...] of this part, "
+                f"got {list(x.shape)}."
+            )
+        scale = float(self.mesh.sequence.size) if self.grad_reduction == "mean" else 1.0
+        full = _Gather.apply(x, shard, scale)
+        if shard.lengths is None:
+            return full
+        lengths = torch.tensor(shard.lengths, device=full.device)
+        real = torch.arange(full.shape[1], device=full.device) < lengths[:, None]
+        return full * real.view(*real.shape, *[1] * (full.dim() - 2)).to(full.dtype)
+
+    @overload
+    def token_logps(self, part: Mapping[str, Any], *, gather: bool = False, model: Any = None) -> Tensor: ...
+    @overload
+    def token_logps(
+        self, part: Mapping[str, Any], *, entropy: bool, gather: bool = False, model: Any = None
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def token_logps(
+        self, part: Mapping[str, Any], *, entropy: bool = False, gather: bool = False, model: Any = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the log-probability of each token's target, without ever holding the logits.
+
+        Args:
+            part: what `shard` returned, with labels.
+            entropy: also return the entropy of each token's prediction, in nats.
+            gather: return them at full length [B, S] on every rank; else [B, s], aligned with `shift_labels`.
+            model: the module to call if an engine wraps the model (DDP, DeepSpeed).
+
+        Returns:
+            Log-probabilities, 0 where there is no target; differentiable.
+
+        Cost: one forward pass; backward runs the head once more.
+        """
+        asked = "logps_and_entropy" if entropy else "logps"
+        out = (model if model is not None else self.model)(**part, **{OUTPUT: asked}).logits
+        results = tuple(self.gather(t, part) if gather else t for t in out.unbind(-1))
+        return (results[0], results[1]) if entropy else results[0]
+
+    def reduce_gradients(self) -> None:
+        """Reduce all gradients over the world axis, for training without an engine that does it.
+
+        Cost: one all-reduce per parameter with a gradient, and a small one that finds parameters without.
+
+        Raises:
+            ModelError: an engine shards the parameters, and reduces them itself.
+        """
+        world = self.mesh.world
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if any(isinstance(p, DTensor) for p in parameters):
+            raise ModelError("FSDP2 reduces the gradients of its parameters itself; do not call reduce_gradients.")
+        if world.size == 1 or not parameters:
+            return
+        present = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device, dtype=torch.int8)
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=world.group)
+        for parameter, somewhere in zip(parameters, present.tolist(), strict=True):
+            if not somewhere:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=world.group)
+            if self.grad_reduction == "mean":
+                parameter.grad /= world.size
+
+    @contextmanager
+    def bypass(self) -> Iterator[PreTrainedModel]:
+        """Make the model the plain one for a while: full batches, `generate`, its own attention and loss."""
+        if self.bypassed:
+            yield self.model
+            return
+        use_attention(self.model, self._plain_attention)
+        self.bypassed = True
+        try:
+            yield self.model
+        finally:
+            self.bypassed = False
+            use_attention(self.model, NAME)
+
+    def remove(self) -> None:
+        """Give the model back as it was before `prepare`."""
+        for module, forward in self._replaced:
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward
+        if self._replaced:
+            use_attention(self.model, self._plain_attention)
+            del self.model._longspan_applied
+        self._replaced.clear()
+
+
+def _context(part: Mapping[str, Any] | Shard) -> Shard:
+    shard = part if isinstance(part, Shard) else part.get(CONTEXT)
+    if not isinstance(shard, Shard):
+        raise BatchError("Pass the part that handle.shard returned.")
+    return shard
+
+
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Switch a model's attention implementation.
+
+    Raises:
+        ModelError: the model does not use the attention interface.
+    """
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ModelError(
+            f"{type(model).__name__} does not call its attention through transformers' attention interface, so "
+            "longspan cannot take part in it."
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of a shard's tokens; backward hands each rank the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: Shard, scale: float) -> Tensor:
+        ctx.shard, ctx.scale = shard, scale
+        axis: Axis = shard.mesh.sequence
+        x = x.contiguous()
+        parts = [x]
+        if axis.size > 1:
+            parts = [torch.empty_like(x) for _ in range(axis.size)]
+            dist.all_gather(parts, x, group=axis.group)
+        return uncut(parts, shard.layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dfull: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.shard.cut(dfull) * ctx.scale, None, None

@@ -1,0 +1,96 @@
+"""The attention function that prepared models call: it does what the call travelling with the batch says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from longspan.batch import CONTEXT
+from longspan.errors import ModelError
+
+NAME = "longspan"
+"""Our name among the attention implementations; models branch on names that contain flash, sdpa or flex, so it has
+none of them."""
+
+_HARMLESS = frozenset({"position_ids", "use_cache", "num_items_in_batch"})
+"""Keyword arguments that models hand to attention without expecting anything from it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of the attention interface by a layer: q [B, H, S, D], k [B, K, S, D], v [B, K, S, Dv] after RoPE."""
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    extra: dict[str, Any]
+
+    @property
+    def layer(self) -> str:
+        """Name the calling module for messages."""
+        index = getattr(self.module, "layer_idx", None)
+        return type(self.module).__name__ + ("" if index is None else f" of layer {index}")
+
+    def refuse_unknown(self, handed_through: frozenset[str]) -> None:
+        """Raise if the layer asks for something that would change the result and is not supported.
+
+        Args:
+            handed_through: names that the caller of the model passed, and that models only hand on.
+        """
+        for name, value in self.extra.items():
+            if value is None or value is False or name in _HARMLESS or name in handed_through:
+                continue
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ModelError(
+                f"{self.layer} asks attention for {name}={shown}, which longspan does not support yet; "
+                "leaving it out would change the result."
+            )
+
+
+class Call(Protocol):
+    """What a forward pass carries to the attention calls of its layers."""
+
+    def attention(self, request: Request) -> Tensor:
+        """Answer one attention call -> [B, S, H, Dv]."""
+        ...
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Answer the attention interface of transformers through the `Call` in the keyword arguments."""
+    call: Call | None = kwargs.pop(CONTEXT, None)
+    scaling = kwargs.pop("scaling", None)
+    dropout, causal = kwargs.pop("dropout", 0.0), kwargs.pop("is_causal", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    request = Request(module, query, key, value, scale, kwargs)
+    if call is None:
+        raise ModelError(
+            f"{request.layer} called attention without the context of a sharded batch: this model does not hand "
+            "keyword arguments on to its attention, or one of its parts was called by itself. Use handle.shard(batch), "
+            "or `with handle.bypass():` for the plain model."
+        )
+    if attention_mask is not None:
+        raise ModelError(f"{request.layer} passes its own attention mask, which cannot be divided over ranks.")
+    if dropout:
+        raise ModelError(f"{request.layer} uses attention dropout {dropout}; set attention_dropout=0.0 in the config.")
+    if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
+        raise ModelError(f"{request.layer} is not causal; longspan supports causal attention only.")
+    return call.attention(request), None
+
+
+def register() -> None:
+    """Make the function known to transformers under `NAME`. It holds no state: each call brings its own."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Build no mask: borders and padding travel in the batch's own context."""
+    return None

@@ -1,0 +1,207 @@
+"""One forward pass of a prepared model: context in, global loss out."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.attention.build import Attend
+from longspan.batch import CONTEXT, Shard
+from longspan.errors import BatchError, ModelError
+from longspan.integrations.transformers.attention import Request
+from longspan.loss import Head, tiled_loss, token_logps
+
+if TYPE_CHECKING:
+    from longspan.integrations.transformers.applied import Applied
+
+Output = Literal["loss", "logps", "logps_and_entropy"]
+
+
+@dataclass
+class ForwardCall:
+    """What one forward pass carries: to the attention of its layers, and to the head and the rotary embeddings.
+
+    Args:
+        names: keyword arguments of the caller, which models hand on to attention.
+        shift_labels: [B, s] targets of this rank's tokens, or None.
+        output: what the head is to make of its hidden states.
+        results: what it made.
+    """
+
+    shard: Shard
+    attend: Attend
+    names: frozenset[str]
+    shift_labels: Tensor | None
+    output: Output
+    results: tuple[Tensor, ...] = ()
+
+    def attention(self, request: Request) -> Tensor:
+        """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
+        request.refuse_unknown(self.names)
+        q, k, v = request.q, request.k, request.v
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        expected = (self.shard.rows, self.shard.layout.shard_tokens)
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            if (t.shape[0], t.shape[2]) != expected or t.dtype != q.dtype:
+                raise ModelError(
+                    f"{request.layer} hands attention {name} {list(t.shape)} {t.dtype}, expected [B={expected[0]}, "
+                    f"heads, {expected[1]} tokens, head_dim] {q.dtype}."
+                )
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return self.attend(q, k, v, self.shard.schedule, request.scale)
+
+
+class Forward:
+    """Stands in for the model's `forward`: takes a sharded batch, returns the global loss."""
+
+    def __init__(self, applied: Applied) -> None:
+        self.applied = applied
+        self.original = applied.model.forward
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        applied = self.applied
+        shard: Shard | None = kwargs.pop(CONTEXT, None)
+        if applied.bypassed:
+            return self._plain("inside handle.bypass()", shard, args, kwargs)
+        if not applied.model.training and not applied.sequence_parallel_in_eval:
+            with applied.bypass():
+                return self._plain("in eval (sequence_parallel_in_eval=False)", shard, args, kwargs)
+        call = self._call(shard, kwargs)
+        device = applied.parts.device
+        kwargs = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        outer, applied.call = applied.call, call
+        try:
+            out = self.original(*args, **kwargs, **{CONTEXT: call})
+        finally:
+            applied.call = outer
+        fields = {key: value for key, value in out.items() if key != "logits"}
+        if call.output != "loss":
+            return type(out)(**fields, logits=torch.stack(call.results, -1))
+        if applied.logits:
+            fields["logits"] = out.logits
+        loss = global_loss(call.results[0], call.shard, applied.grad_reduction) if call.results else None
+        return type(out)(loss=loss, **fields)
+
+    def _plain(self, where: str, shard: Shard | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if shard is not None:
+            raise BatchError(f"A sharded batch was given to the plain model {where}; pass the full batch.")
+        return self.original(*args, **kwargs)
+
+    def _call(self, shard: Shard | None, kwargs: dict[str, Any]) -> ForwardCall:
+        """Check the arguments, take what is ours out of them, and make the call's context."""
+        applied = self.applied
+        if not isinstance(shard, Shard):
+            raise BatchError(
+                "This model is prepared for sequence parallelism and was given a full batch. Call "
+                "model(**handle.shard(batch)), or use `with handle.bypass():` for the plain model."
+            )
+        theirs, ours = shard.layout, applied.mesh
+        if (theirs.ring, theirs.ulysses) != (ours.ring.size, ours.ulysses.size):
+            raise BatchError(
+                f"The batch was sharded for ulysses {theirs.ulysses} x ring {theirs.ring}, this model is prepared for "
+                f"{ours.ulysses.size} x {ours.ring.size}: shard it with this model's handle."
+            )
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            raise BatchError(
+                "A KV cache cannot be used with a sharded sequence: pass use_cache=False and no past_key_values; to "
+                "generate, use `with handle.bypass():`."
+            )
+        if kwargs.get("return_dict") is False:
+            raise BatchError("Prepared models return a dict-like output; leave return_dict out.")
+        if applied.parts.checkpointing and applied.model.training:
+            raise ModelError(GRADIENT_CHECKPOINTING)
+        kwargs.pop("labels", None)
+        labels, output = kwargs.pop("shift_labels", None), kwargs.pop(OUTPUT, "loss")
+        if labels is None and (output != "loss" or not applied.logits):
+            raise BatchError(
+                "The batch has no labels, so there is nothing to compute: add labels, or ask for logits with "
+                "prepare(..., logits=True)."
+            )
+        names = frozenset(kwargs) | frozenset(shard.passed)
+        return ForwardCall(shard, applied.attend, names, labels, output)
+
+
+OUTPUT = "longspan_output"
+"""Keyword with which the handle asks a forward pass for log-probabilities in place of the loss."""
+
+GRADIENT_CHECKPOINTING = (
+    "Gradient checkpointing of transformers is switched on; its recomputation would repeat every exchange between the "
+    "ranks. Call model.gradient_checkpointing_disable()."
+)
+
+
+class HeadForward:
+    """Stands in for the `forward` of the output head: makes the loss from hidden states, tile by tile."""
+
+    def __init__(self, applied: Applied) -> None:
+        self.applied = applied
+        self.module = applied.parts.head
+        self.original = applied.parts.head.forward
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        call = self.applied.call
+        if call is None:
+            return self.original(hidden, *args, **kwargs)
+        if hidden.shape[:2] != (call.shard.rows, call.shard.layout.shard_tokens):
+            raise ModelError(f"The head was given {list(hidden.shape)} of {call.shard.layout.shard_tokens} tokens a row.")
+        head = Head(self.original, tuple(p for p in self.module.parameters() if p.requires_grad))
+        labels = call.shift_labels
+        if labels is not None:
+            labels = labels.to(hidden.device, non_blocking=True)
+        if call.output == "logps" and labels is not None:
+            call.results = (token_logps(hidden, head, labels),)
+        elif call.output == "logps_and_entropy" and labels is not None:
+            call.results = token_logps(hidden, head, labels, entropy=True)
+        elif self.applied.logits:
+            logits = self.original(hidden, *args, **kwargs)
+            if labels is not None:
+                call.results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels),)
+            return logits
+        elif labels is not None:
+            call.results = (tiled_loss(hidden, head, labels),)
+        return hidden.new_empty(*hidden.shape[:2], 0)
+
+
+def global_loss(local: Tensor, shard: Shard, grad_reduction: str) -> Tensor:
+    """Turn the sum over this rank's targets into the mean over all targets.
+
+    The value is the same on every rank. The gradient is this rank's share: an engine that averages over the W ranks
+    of `mesh.world` gets W / N of the local sum, one that adds up gets 1 / N, N being `num_items`.
+
+    Cost: one all-reduce of a scalar over the world axis, and one over the data axis when `num_items` is None.
+    """
+    world, data = shard.mesh.world, shard.mesh.data
+    items = torch.as_tensor(shard.targets if shard.num_items is None else shard.num_items).to(local.device, local.dtype)
+    if shard.num_items is None and data.size > 1:
+        items = items.clone()
+        dist.all_reduce(items, group=data.group)
+    items = items.clamp(min=1)
+    total = local.detach().clone()
+    if world.size > 1:
+        dist.all_reduce(total, group=world.group)
+    share = (world.size if grad_reduction == "mean" else 1) / items
+    return _Reported.apply(local, total / items, share)  # type: ignore[no-any-return]
+
+
+class _Reported(torch.autograd.Function):
+    """Has the value of the global loss and the gradient of the local share."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, value: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return dvalue * ctx.saved_tensors[0], None, None

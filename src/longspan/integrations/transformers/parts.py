@@ -1,0 +1,97 @@
+"""The parts of a Hugging Face causal language model that longspan touches, found by structure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from longspan.errors import ModelError
+
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+    "DeepSpeedEngine": "deepspeed.initialize",
+    "OptimizedModule": "torch.compile",
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Model, trunk, decoder layers, head, input embedding and rotary embeddings."""
+
+    model: PreTrainedModel
+    trunk: nn.Module
+    layers: nn.ModuleList
+    layers_name: str
+    head: nn.Module
+    embedding: nn.Module
+    rotaries: tuple[nn.Module, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the input embedding."""
+        return self.embedding.weight.device  # type: ignore[return-value]
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether transformers' gradient checkpointing is switched on."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in (self.trunk, *self.layers))
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Parts:
+        """Find the parts.
+
+        Args:
+            model: a transformers model with a language-modelling head, bare or inside PEFT.
+
+        Raises:
+            ModelError: it is something else, or wrapped already.
+        """
+        found = unwrap(model)
+        head, embedding = found.get_output_embeddings(), found.get_input_embeddings()
+        if head is None or embedding is None:
+            raise ModelError(
+                f"{type(found).__name__} has no language-modelling head; longspan trains causal language models, "
+                "such as those of AutoModelForCausalLM."
+            )
+        trunk = found.base_model
+        count = getattr(found.config.get_text_config(), "num_hidden_layers", None)
+        lists = [(n, m) for n, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if not lists:
+            raise ModelError(f"{type(found).__name__} has no list of {count} decoder layers that longspan can find.")
+        name, layers = lists[0]
+        rotaries = tuple(m for m in trunk.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor))
+        prefix = found.base_model_prefix
+        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries)
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside PEFT, and refuse models that an engine has wrapped.
+
+    Raises:
+        ModelError: not a transformers model, or wrapped by an engine before `prepare`.
+    """
+    for kind in type(model).__mro__:
+        name = _WRAPPERS.get(kind.__name__) or ("fully_shard" if kind.__name__ == "FSDPModule" else None)
+        if name is not None:
+            raise ModelError(
+                f"The model is already wrapped by {name}. Call longspan.prepare first (after PEFT), then {name}."
+            )
+    inner: Any = model
+    if not isinstance(inner, PreTrainedModel) and hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise ModelError(
+            f"longspan prepares transformers models, got {type(model).__name__}; for other models use longspan.attend."
+        )
+    if any(type(module).__name__.startswith("FSDP") for module in inner.modules()):
+        raise ModelError("Parts of the model are sharded by fully_shard. Call longspan.prepare first, then fully_shard.")
+    if any(hasattr(p, "ds_id") for p in inner.parameters()):
+        raise ModelError("The model's parameters belong to DeepSpeed. Call longspan.prepare before deepspeed.initialize.")
+    if any(p.is_meta for p in inner.parameters()):
+        raise ModelError("The model has parameters on the meta device; give it weights before longspan.prepare.")
+    return inner

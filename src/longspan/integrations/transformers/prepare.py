@@ -1,0 +1,172 @@
+"""`longspan.prepare`: decide, check, and make a model sequence parallel."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longspan.attention.build import Attend
+from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
+from longspan.integrations.transformers.applied import Applied, use_attention
+from longspan.integrations.transformers.attention import NAME, register
+from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
+from longspan.integrations.transformers.parts import Parts
+from longspan.integrations.transformers.probe import Shape, probe
+from longspan.kernels.protocol import Kernel, Request
+from longspan.kernels.select import pick
+from longspan.mesh import build_mesh, data_parallel_ranks
+from longspan.plan.degrees import Degrees, choose_degrees
+from longspan.plan.plan import Plan
+
+
+def prepare(
+    model: nn.Module,
+    sequence_parallel_size: int = 1,
+    *,
+    ulysses_degree: int | None = None,
+    ring_degree: int | None = None,
+    mesh: DeviceMesh | None = None,
+    kernel: str = "auto",
+    memory: Literal["auto"] = "auto",
+    logits: bool = False,
+    grad_reduction: Literal["mean", "sum"] = "mean",
+    sequence_parallel_in_eval: bool = True,
+) -> Applied:
+    """Make a transformers causal language model compute on sequences divided over ranks, exactly.
+
+    Call it on every process, after PEFT and before DDP, fully_shard or deepspeed.initialize. The model's code and
+    weights stay as they are; `handle.remove()` undoes it. Calling it again with the same settings returns the handle.
+
+    Args:
+        model: the model, on its device, with weights.
+        sequence_parallel_size: ranks that share a sequence; the other ranks are data parallel.
+        ulysses_degree, ring_degree: how these divide into head and ring parallelism; None to choose.
+        mesh: a mesh of the host with an axis named `sp` or `cp`; None for all processes.
+        kernel: `auto`, one of longspan's kernels, or a transformers attention name.
+        memory: `auto` is the only choice so far.
+        logits: also return this rank's logits [B, s, V].
+        grad_reduction: whether the engine averages gradients over the ranks or adds them up.
+        sequence_parallel_in_eval: False makes `model.eval()` run the plain model on full batches.
+
+    Raises:
+        ModelError: the model, or a layer of it, is not understood well enough to be exact; names it.
+        TopologyError: degrees that the processes or heads cannot serve.
+        KernelError: no kernel can do it on this device.
+
+    Cost: a probe of four forward passes on 5 tokens, and the creation of process groups.
+    """
+    settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
+    settings += (sequence_parallel_in_eval,)
+    _check_choices(memory, grad_reduction)
+    parts = Parts.of(model)
+    earlier: Applied | None = getattr(parts.model, "_longspan_applied", None)
+    if earlier is not None:
+        return _same(earlier, settings)
+    _check_model(parts)
+    ranks = data_parallel_ranks(sequence_parallel_size, mesh)
+    shapes = _probe(parts)
+    device = parts.device
+    degrees = _degrees(shapes, sequence_parallel_size, ulysses_degree, ring_degree, _node_size(device))
+    chosen, notes = _kernel(kernel, shapes, device)
+    axes = build_mesh(ranks, degrees, device.type)
+    plan = Plan(
+        sequence_parallel_size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", (degrees.reason, *notes)
+    )
+    applied = Applied(
+        parts,
+        axes,
+        plan,
+        Attend(axes, chosen),
+        logits=logits,
+        grad_reduction=grad_reduction,
+        in_eval=sequence_parallel_in_eval,
+    )
+    applied.settings = settings
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"longspan: {plan.explain()}", file=sys.stderr)
+    return applied
+
+
+def _check_choices(memory: str, grad_reduction: str) -> None:
+    if memory != "auto":
+        raise ConfigError(f"memory must be 'auto', got {memory!r}.")
+    if grad_reduction not in ("mean", "sum"):
+        raise ConfigError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}.")
+
+
+def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
+    if earlier.settings != settings:
+        raise ConfigError(
+            f"This model is prepared already, with {earlier.plan.explain()}; call handle.remove() before preparing it "
+            "in another way."
+        )
+    return earlier
+
+
+def _check_model(parts: Parts) -> None:
+    """Refuse settings of the model under which it would not be exact."""
+    config = parts.model.config.get_text_config()
+    if parts.checkpointing:
+        raise ModelError(GRADIENT_CHECKPOINTING)
+    dropout = getattr(config, "attention_dropout", 0.0)
+    if dropout:
+        raise ModelError(
+            f"The config sets attention_dropout={dropout}, which no kernel here replays; set it to 0.0 (also on the "
+            "modules of a model that exists already)."
+        )
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            "The config sets output_router_logits=True, but the router's auxiliary loss over a divided sequence is not "
+            "supported yet; set it to False."
+        )
+
+
+def _probe(parts: Parts) -> list[Shape]:
+    """Run the probe under our attention implementation, and put the model's own back."""
+    register()
+    plain = parts.model.config._attn_implementation
+    use_attention(parts.model, NAME)
+    try:
+        return probe(parts)
+    finally:
+        use_attention(parts.model, plain)
+
+
+def _degrees(
+    shapes: list[Shape], size: int, ulysses: int | None, ring: int | None, node_size: int | None
+) -> Degrees:
+    """Choose degrees that serve every layer: layers may differ in their heads."""
+    kinds = sorted({(shape.heads, shape.kv_heads) for shape in shapes})
+    found = [choose_degrees(h, k, size, node_size, ulysses=ulysses, ring=ring) for h, k in kinds]
+    if ulysses is None and ring is None and len({d.ulysses for d in found}) > 1:
+        common = min(d.ulysses for d in found)
+        if any(h % common for h, _ in kinds):
+            raise TopologyError(f"Layers with {kinds} heads share no Ulysses degree; set ulysses_degree by hand.")
+        return choose_degrees(*kinds[0], size, node_size, ulysses=common)
+    return found[0]
+
+
+def _node_size(device: torch.device) -> int | None:
+    """Return the number of GPUs of this node; ranks on CPUs count as one node."""
+    return torch.cuda.device_count() if device.type == "cuda" else None
+
+
+def _kernel(name: str, shapes: list[Shape], device: torch.device) -> tuple[Kernel, tuple[str, ...]]:
+    """Pick a kernel that serves every layer."""
+    kinds = {(shape.head_dim, shape.v_head_dim, shape.dtype) for shape in shapes}
+    packed = name in ("auto", "sdpa")
+    notes: tuple[str, ...] = ()
+    picked: dict[str, Kernel] = {}
+    for head_dim, v_head_dim, dtype in kinds:
+        if device.type == "cuda" and dtype == torch.float32 and name != "reference":
+            dtype, notes = torch.bfloat16, ("fp32 weights: attention expects bf16 from autocast or FSDP2",)
+        kernel = pick(name, Request(device, dtype, head_dim, v_head_dim, varlen=packed))
+        picked[kernel.name] = kernel
+    if len(picked) > 1:
+        raise KernelError(f"The layers need different kernels ({', '.join(sorted(picked))}); name one that serves all.")
+    return next(iter(picked.values())), notes

@@ -1,0 +1,208 @@
+"""Find out, on a few tokens, whether a model is what sequence parallelism needs: token-wise but for its attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.batch import CONTEXT
+from longspan.errors import LongspanError, ModelError
+from longspan.integrations.transformers.attention import Request
+from longspan.integrations.transformers.parts import Parts
+
+_TOKENS = 5
+_ROW = 2  # has neighbours on both sides, so that mixing in either direction shows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Operands of a layer's attention call."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+
+
+@dataclass
+class ProbeCall:
+    """Stands in for attention: records q, k and v and returns a fixed random output, in `moved` changed at one row."""
+
+    moved: bool = False
+    requests: list[Request] = field(default_factory=list)
+
+    def attention(self, request: Request) -> Tensor:
+        """Answer with an output that depends on nothing but its shape."""
+        request.refuse_unknown(frozenset())
+        self.requests.append(request)
+        batch, heads, tokens, _ = request.q.shape
+        noise = torch.Generator().manual_seed(17)
+        out = torch.randn(batch, tokens, heads, request.v.shape[-1], generator=noise)
+        if self.moved:
+            out[:, _ROW] += 1.0
+        return out.to(request.q.device, request.q.dtype)
+
+
+def probe(parts: Parts) -> list[Shape]:
+    """Run the model on a few tokens and check every decoder layer.
+
+    A layer passes if it calls attention once with its own keys and values, and if neither another token nor another
+    token's attention output moves a row of its output. The head passes if the model returns its output as logits.
+
+    Returns:
+        The shape of each layer's attention call.
+
+    Raises:
+        ModelError: names the layer and what it does.
+
+    Cost: four forward passes of each layer on 5 tokens.
+    """
+    seen: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    hooks = [
+        layer.register_forward_pre_hook(lambda m, a, kw, i=i: seen.setdefault(i, (a, dict(kw))), with_kwargs=True)
+        for i, layer in enumerate(parts.layers)
+    ]
+    try:
+        with torch.no_grad(), _evaluating(parts.model):
+            _run_model(parts)
+            for hook in hooks:
+                hook.remove()
+            shapes = []
+            for i, layer in enumerate(parts.layers):
+                name = f"{parts.layers_name}.{i} ({type(layer).__name__})"
+                if i not in seen:
+                    raise ModelError(f"{name} was not called in a forward pass.")
+                shapes.append(_check_layer(name, layer, *seen.pop(i)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return shapes
+
+
+def _run_model(parts: Parts) -> None:
+    """Run the whole model with a stand-in for attention and for the head's output."""
+    model, head = parts.model, parts.head
+    device = parts.device
+    size = parts.embedding.weight.shape[0]
+    ids = torch.randint(size, (1, _TOKENS), generator=torch.Generator().manual_seed(3)).to(device)
+    logits: list[Tensor] = []
+
+    def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+        logits.append(torch.randn(out.shape, generator=torch.Generator().manual_seed(len(logits))).to(out))
+        return logits[-1]
+
+    hook = head.register_forward_hook(replace)
+    try:
+        positions = torch.arange(_TOKENS, device=device)[None]
+        out = model(input_ids=ids, position_ids=positions, use_cache=False, **{CONTEXT: ProbeCall()})
+    except (LongspanError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot run on {_TOKENS} tokens ({type(error).__name__}: {error}), "
+            "so longspan cannot tell whether it is exact for it."
+        ) from error
+    finally:
+        hook.remove()
+    if len(logits) != 1 or logits[0].shape[:2] != (1, _TOKENS):
+        raise ModelError(f"{type(model).__name__} does not call its output head once on all tokens.")
+    if not torch.equal(out.logits.to(logits[0].dtype), logits[0]):
+        raise ModelError(
+            f"{type(model).__name__} changes the output of its head before returning it as logits (a softcap or a "
+            "scale); longspan does not support that yet."
+        )
+
+
+def _check_layer(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape:
+    """Check one layer in its own dtype, and where rounding depends on its company (experts) once more in fp32."""
+    try:
+        return _check_rows(name, layer, args, kwargs, tolerance=0.0)
+    except ModelError:
+        if not any("expert" in n for n, _ in layer.named_modules()):
+            raise
+    args, kwargs = _cast(args), _cast(kwargs)
+    return _check_rows(name, copy.deepcopy(layer).float(), args, kwargs, tolerance=1e-5)
+
+
+def _check_rows(
+    name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float
+) -> Shape:
+    rest = {key: value for key, value in kwargs.items() if key != CONTEXT}
+    x, args, rest = _hidden(name, args, rest)
+    before = {key: len(value) for key, value in rest.items() if isinstance(value, dict | list)}
+
+    def run(x: Tensor, moved: bool = False) -> tuple[Tensor, list[Request]]:
+        call = ProbeCall(moved)
+        out = layer(x, *args, **rest, **{CONTEXT: call})
+        return (out[0] if isinstance(out, tuple) else out), call.requests
+
+    noise = torch.randn(x[:, _ROW].shape, generator=torch.Generator().manual_seed(5)).to(x)
+    other = x.clone()
+    other[:, _ROW] = noise * x.float().std().to(x.dtype)
+    (out, calls), (out_x, calls_x), (out_o, _) = run(x), run(other), run(x, moved=True)
+    if {key: len(value) for key, value in rest.items() if isinstance(value, dict | list)} != before:
+        raise ModelError(f"{name} writes into its keyword arguments; such a state is not carried over ranks.")
+    if len(calls) != 1:
+        often = "never calls the attention interface" if not calls else f"calls attention {len(calls)} times"
+        raise ModelError(f"{name} {often}; longspan supports layers with one attention call.")
+    for what, a, b in (("another token", out, out_x), ("another token's attention output", out, out_o)):
+        moved = _moved(a, b, tolerance)
+        if moved - {_ROW}:
+            raise ModelError(f"{name} mixes tokens outside its attention: {what} moved the output of a token.")
+        if _ROW not in moved:
+            raise ModelError(f"{name} does not use what it is given: {what.removeprefix('another ')} moved nothing.")
+    request, changed = calls[0], calls_x[0]
+    for what in ("q", "k", "v"):
+        moved = _moved(getattr(request, what).transpose(1, 2), getattr(changed, what).transpose(1, 2), tolerance)
+        if moved - {_ROW} or (what != "q" and _ROW not in moved):
+            raise ModelError(f"{name} does not make its attention's {what} from its own tokens alone.")
+    return _shape(request)
+
+
+def _hidden(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return args[0], args[1:], kwargs
+    if isinstance(kwargs.get("hidden_states"), Tensor):
+        return kwargs["hidden_states"], (), {k: v for k, v in kwargs.items() if k != "hidden_states"}
+    raise ModelError(f"{name} is not called with hidden states as its first argument.")
+
+
+def _shape(request: Request) -> Shape:
+    q, k, v = request.q, request.k, request.v
+    return Shape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype)
+
+
+def _moved(a: Tensor, b: Tensor, tolerance: float) -> set[int]:
+    """Return the tokens at which two tensors [1, S, ...] differ."""
+    far = (a - b).abs() > tolerance * a.abs().max()
+    return set(far.transpose(0, 1).flatten(1).any(1).nonzero().flatten().tolist())
+
+
+def _cast(value: Any) -> Any:
+    """Turn the floating tensors of (nested) arguments into fp32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_cast(v) for v in value)
+    return {k: _cast(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and back as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

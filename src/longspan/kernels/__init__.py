@@ -1,0 +1,1 @@
+"""Attention kernels behind one protocol; each file knows one vendor's signatures."""

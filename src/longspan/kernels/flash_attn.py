@@ -1,0 +1,128 @@
+"""FlashAttention-2 and -3 as packages, called below their autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.kernels.cuda import device_problem, import_problem, load, operand_problem
+from longspan.kernels.protocol import Request, borders, check
+from longspan.mask import Block
+
+_FA2, _FA2_PACKAGE = "flash_attn.flash_attn_interface", "flash-attn"
+_FA3, _FA3_PACKAGE = "flash_attn_interface", "flash-attn-3 (hopper build of flash-attention)"
+
+
+class FlashAttention2:
+    """`_flash_attn_forward`, `_flash_attn_varlen_forward` and their backwards; causal is bottom-right aligned.
+
+    Source: flash-attn 2.7 to 2.8.3: out and lse come first, and backward writes into dq, dk and dv.
+    """
+
+    name = "fa2"
+
+    @staticmethod
+    def missing(device: torch.device) -> str | None:
+        """Say why this kernel cannot run on a device, or None."""
+        return device_problem(device) or import_problem(_FA2, _FA2_PACKAGE)
+
+    def refuses(self, request: Request) -> str | None:
+        """Say why the request cannot be served, or None."""
+        return self.missing(request.device) or operand_problem(request, largest_head_dim=256)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        check(self, q, k, v, block)
+        module = load(_FA2, _FA2_PACKAGE)
+        common = _fa2_options(block, scale) | {"return_softmax": False}
+        if not block.varlen:
+            out, lse = module._flash_attn_forward(q, k, v, **common)[:2]
+            return out, lse
+        lengths = _lengths(q, k, block)
+        out, lse = module._flash_attn_varlen_forward(q[0], k[0], v[0], **lengths, **common)[:2]
+        return out[None], lse[None]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`; the gradients have the operands' dtype."""
+        check(self, q, k, v, block)
+        module = load(_FA2, _FA2_PACKAGE)
+        common = _fa2_options(block, scale) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        grads = [x.new_empty(x.shape) for x in (q, k, v)]
+        operands = [dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), *grads]
+        if block.varlen:
+            row = [x[0] for x in operands]
+            module._flash_attn_varlen_backward(*row, **_lengths(q, k, block), **common)
+        else:
+            module._flash_attn_backward(*operands, **common)
+        return grads[0], grads[1], grads[2]
+
+
+class FlashAttention3:
+    """`_flash_attn_forward` and `_flash_attn_backward` of `flash_attn_interface`, dense and packed in one.
+
+    Source: `hopper/flash_attn_interface.py` of flash-attention since its calls are custom operators.
+    """
+
+    name = "fa3"
+
+    @staticmethod
+    def missing(device: torch.device) -> str | None:
+        """Say why this kernel cannot run on a device, or None."""
+        return device_problem(device) or import_problem(_FA3, _FA3_PACKAGE)
+
+    def refuses(self, request: Request) -> str | None:
+        """Say why the request cannot be served, or None."""
+        return self.missing(request.device) or operand_problem(request, largest_head_dim=256)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        check(self, q, k, v, block)
+        call = load(_FA3, _FA3_PACKAGE)._flash_attn_forward
+        common = {"softmax_scale": scale, "causal": block.causal}
+        if not block.varlen:
+            out, lse = call(q, k, v, **common)[:2]
+            return out, lse
+        out, lse = call(q[0], k[0], v[0], **common, **_lengths(q, k, block))[:2]
+        return out[None], lse[None]
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`; the gradients have the operands' dtype."""
+        check(self, q, k, v, block)
+        call = load(_FA3, _FA3_PACKAGE)._flash_attn_backward
+        common = {
+            "softmax_scale": scale,
+            "is_causal": block.causal,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        grads = [x.new_empty(x.shape) for x in (q, k, v)]
+        operands = [dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous()]
+        if block.varlen:
+            operands, written = [x[0] for x in operands], [x[0] for x in grads]
+            common |= _lengths(q, k, block)
+        else:
+            written = grads
+        call(*operands, **common, dq=written[0], dk=written[1], dv=written[2])
+        return grads[0], grads[1], grads[2]
+
+
+def _fa2_options(block: Block, scale: float) -> dict[str, Any]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": block.causal,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+
+
+def _lengths(q: Tensor, k: Tensor, block: Block) -> dict[str, Any]:
+    cu_q, cu_k, max_q, max_k = borders(q, k, block)
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}

@@ -1,0 +1,73 @@
+"""Attention written out: the slow twin that the other kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longspan.kernels.protocol import Request, check, segments, wide
+from longspan.mask import Block
+
+
+class Reference:
+    """Dense masked softmax in fp32, or fp64 for fp64 operands, on any device.
+
+    Cost: O(Sq * Sk) memory per head, for each segment.
+    """
+
+    name = "reference"
+
+    @staticmethod
+    def missing(device: torch.device) -> str | None:
+        """Say why this kernel cannot run on a device, or None: plain PyTorch runs on every device that is there."""
+        absent = device.type == "cuda" and not torch.cuda.is_available()
+        return "this process sees no CUDA device" if absent else None
+
+    def refuses(self, request: Request) -> str | None:
+        """Say why the request cannot be served, or None."""
+        if not request.dtype.is_floating_point:
+            return f"it computes on floating-point tensors, not {request.dtype}"
+        return self.missing(request.device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        check(self, q, k, v, block)
+        rows, queries, heads = q.shape[:3]
+        out = q.new_empty(rows, queries, heads, v.shape[-1])  # [B, Sq, H, Dv]
+        lse = q.new_empty(rows, heads, queries, dtype=wide(q.dtype))  # [B, H, Sq]
+        for at, keys in segments(block, queries, k.shape[1]):
+            scores = _scores(q[:, at], k[:, keys], block.causal, scale)  # [B, K, G, Sq, Sk]
+            mixed = torch.einsum("bkgqs,bskd->bqkgd", scores.softmax(-1), v[:, keys].to(scores.dtype))
+            out[:, at] = mixed.flatten(2, 3)
+            lse[:, :, at] = scores.logsumexp(-1).flatten(1, 2)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`; the gradients are fp32 or wider."""
+        check(self, q, k, v, block)
+        dtype, kv_heads = wide(q.dtype), k.shape[2]
+        dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
+        for at, keys in segments(block, q.shape[1], k.shape[1]):
+            scores = _scores(q[:, at], k[:, keys], block.causal, scale)  # [B, K, G, Sq, Sk]
+            weights = torch.exp(scores - lse[:, :, at].unflatten(1, (kv_heads, -1)).unsqueeze(-1))
+            grad, kept, queries = (x[:, at].to(dtype).unflatten(2, (kv_heads, -1)) for x in (dout, out, q))
+            delta = (grad * kept).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)  # [B, K, G, Sq, 1]
+            dscores = torch.einsum("bqkgd,bskd->bkgqs", grad, v[:, keys].to(dtype)) - delta
+            dscores = dscores * weights * scale
+            dq[:, at] = torch.einsum("bkgqs,bskd->bqkgd", dscores, k[:, keys].to(dtype)).flatten(2, 3)
+            dk[:, keys] = torch.einsum("bkgqs,bqkgd->bskd", dscores, queries)
+            dv[:, keys] = torch.einsum("bkgqs,bqkgd->bskd", weights, grad)
+        return dq, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    """Return scaled, masked scores [B, K, H/K, Sq, Sk] in fp32 or wider."""
+    queries, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
+    grouped = q.to(wide(q.dtype)).unflatten(2, (kv_heads, -1))  # [B, Sq, K, H/K, D]
+    scores = torch.einsum("bqkgd,bskd->bkgqs", grouped, k.to(grouped.dtype)) * scale
+    if causal:
+        hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores

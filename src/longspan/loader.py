@@ -1,0 +1,124 @@
+"""Feed every rank its part of the same batches, and stop all ranks together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.batch import CONTEXT
+from longspan.errors import BatchError
+from longspan.mesh import Axis, Mesh
+
+Part = dict[str, Any]
+
+
+class ShardedLoader:
+    """Iterate over a data loader whose sequence-parallel ranks read the same batches.
+
+    Yields this rank's part of each batch, on the device of the batch. Batches are taken in groups of `accumulation`
+    micro-batches; the parts of a group carry the number of targets of the whole optimizer step (over the data ranks
+    and the group). When a data rank runs out of batches, all ranks stop after the last group that every rank can
+    fill, so no collective is left waiting; `dropped` then counts the batches read here that were not used.
+
+    Args:
+        shard: makes the part of a batch, as `handle.shard`.
+        accumulation: micro-batches per optimizer step.
+
+    Raises:
+        BatchError: sequence-parallel ranks read different batches.
+
+    Cost: two small all-reduces per group.
+    """
+
+    def __init__(
+        self, batches: Iterable[Mapping[str, Any]], shard: Callable[..., Part], mesh: Mesh, accumulation: int = 1
+    ) -> None:
+        if accumulation < 1:
+            raise BatchError(f"accumulation must be at least 1, got {accumulation}.")
+        self.batches, self.shard, self.mesh, self.accumulation = batches, shard, mesh, accumulation
+        self.consumed = 0
+        self.dropped = 0
+        self._skip = 0
+
+    def __len__(self) -> int:
+        """Batches per epoch of this rank's data, in whole groups."""
+        count = len(self.batches)  # type: ignore[arg-type]
+        return count - count % self.accumulation
+
+    def __iter__(self) -> Iterator[Part]:
+        source = iter(self.batches)
+        self.consumed = 0
+        for _ in range(self._skip):
+            next(source, None)
+            self.consumed += 1
+        self._skip = 0
+        while True:
+            group = list(islice(source, self.accumulation))
+            if not self._all_full(len(group) == self.accumulation):
+                self.dropped = len(group)
+                return
+            self._same_batches(group)
+            parts = [self.shard(batch) for batch in group]
+            items = self._targets(parts)
+            for part in parts:
+                self.consumed += 1
+                yield part | {CONTEXT: replace(part[CONTEXT], num_items=items)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where iteration stands; the inner loader's own state comes first if it keeps one."""
+        inner = getattr(self.batches, "state_dict", None)
+        return {"inner": inner()} if inner else {"consumed": self.consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict` at the next iteration."""
+        if "inner" in state:
+            self.batches.load_state_dict(state["inner"])  # type: ignore[attr-defined]
+        else:
+            self._skip = int(state["consumed"])
+
+    def _all_full(self, full: bool) -> bool:
+        flag = torch.tensor([int(full)], device=self.mesh.device_type)
+        return bool(_reduce(flag, self.mesh.world, dist.ReduceOp.MIN))
+
+    def _same_batches(self, group: list[Mapping[str, Any]]) -> None:
+        """Raise on all ranks of a sequence-parallel group if they read different batches."""
+        digest = int.from_bytes(_digest(group)[:7], "big")
+        pair = torch.tensor([digest, -digest], device=self.mesh.device_type)
+        low = _reduce(pair, self.mesh.sequence, dist.ReduceOp.MIN)
+        if int(low[0]) != -int(low[1]):
+            raise BatchError(
+                f"The {self.mesh.sequence.size} sequence-parallel ranks read different batches (batch "
+                f"{self.consumed}). Give them the same data order: seed the sampler alike, and let a "
+                "DistributedSampler count data-parallel ranks only (handle.mesh.data)."
+            )
+
+    def _targets(self, parts: list[Part]) -> int | Tensor:
+        counts = torch.stack([torch.as_tensor(part[CONTEXT].targets) for part in parts]).sum().view(1)
+        total = _reduce(counts.to(self.mesh.device_type), self.mesh.data, dist.ReduceOp.SUM)[0]
+        return total if total.is_cuda else int(total)
+
+
+def _reduce(value: Tensor, axis: Axis, op: Any) -> Tensor:
+    if axis.size > 1:
+        dist.all_reduce(value, op, group=axis.group)
+    return value
+
+
+def _digest(group: list[Mapping[str, Any]]) -> bytes:
+    """Return a digest of the tensors of some batches."""
+    digest = hashlib.blake2b()
+    for batch in group:
+        for name in sorted(batch):
+            value = batch[name]
+            digest.update(name.encode())
+            if isinstance(value, Tensor):
+                digest.update(str(tuple(value.shape)).encode())
+                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else b"")
+    return digest.digest()

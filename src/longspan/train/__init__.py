@@ -1,0 +1,1 @@
+"""Training runs: data, the loop, its records and the saved model."""

@@ -1,0 +1,95 @@
+"""Write the trained model where a run's output goes: all of it or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.errors import ConfigError, TrainingError
+
+METRICS = "metrics.jsonl"
+MODEL = "model"
+
+
+def check_output(output_dir: Path, overwrite: bool) -> None:
+    """Refuse a folder that cannot be written or that holds something; create nothing.
+
+    Raises:
+        ConfigError: with the way out.
+    """
+    if output_dir.exists() and not output_dir.is_dir():
+        raise ConfigError(f"output_dir {output_dir} is a file; name a folder.")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
+        raise ConfigError(f"output_dir {output_dir} is not empty. Name another folder, or pass --overwrite.")
+    nearest = next(folder for folder in (output_dir, *output_dir.absolute().parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"output_dir {output_dir} cannot be created: {nearest} is not a folder that can be written.")
+
+
+def clear_output(output_dir: Path) -> None:
+    """Remove what an earlier run left: its metrics and its model, nothing else."""
+    (output_dir / METRICS).unlink(missing_ok=True)
+    shutil.rmtree(output_dir / MODEL, ignore_errors=True)
+
+
+def full_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+    """Gather a model's whole state on the CPU.
+
+    Args:
+        keep: whether this rank wants it; the others take part and return nothing.
+
+    Cost: one all-gather per sharded parameter; only one parameter at a time is whole on the device.
+    """
+    state: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}  # tied names share a tensor, and stay sharing it
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in gathered:
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if not keep:
+                continue
+            gathered[id(value)] = whole.detach().cpu()
+        state[name] = gathered[id(value)]
+    return state
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a new folder and move it into place, so that a reader never sees half of one.
+
+    Raises:
+        TrainingError: the disk refused; nothing is left behind.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except OSError as error:
+        raise TrainingError(f"Cannot write {folder}: {error}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def save_model(model: nn.Module, folder: Path, write: Callable[[Path, dict[str, Tensor]], None]) -> None:
+    """Gather a model and write it from rank 0.
+
+    Args:
+        write: writes a state to a folder in the format that readers expect.
+
+    Raises:
+        TrainingError: the disk refused, on rank 0; the others hear of it when rank 0 stops.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    state = full_state(model, keep=first)
+    if first:
+        write_folder(folder, lambda partial: write(partial, state))
+    if dist.is_initialized():
+        dist.barrier()

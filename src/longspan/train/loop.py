@@ -1,0 +1,189 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import longspan
+from longspan.config import RunConfig
+from longspan.engines import Engine, build_engine
+from longspan.errors import TrainingError
+from longspan.integrations.models import build_model, write_pretrained
+from longspan.integrations.tokenizer import load_tokenizer
+from longspan.mesh import Mesh
+from longspan.train.checkpoint import METRICS, MODEL, clear_output, save_model
+from longspan.train.data import Corpus
+from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_bytes, peak_flops
+from longspan.train.packing import Recipe, Step, steps
+from longspan.train.progress import Progress
+from longspan.train.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A model that is ready to train.
+
+    Args:
+        model: the model itself, for saving.
+        module: what the engine made of it, for calling.
+        handle: what `longspan.prepare` returned.
+        work: for MFU; None where it is not known.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    handle: Any
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    work: Work | None
+    device: torch.device
+
+    @property
+    def mesh(self) -> Mesh:
+        """Axes of the run."""
+        return self.handle.mesh
+
+
+def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None) -> Path:
+    """Train as told and return the output folder; every process of the run calls this.
+
+    Args:
+        device: of this process.
+        progress: where to show the run; None on the ranks that do not.
+
+    Raises:
+        TrainingError: a loss or gradient that is not finite; no step with one is applied or recorded.
+    """
+    output_dir = Path(config.output_dir)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
+    if progress is not None:
+        clear_output(output_dir)
+        progress.note(_introduce(config, trainee))
+    file = MetricsFile(output_dir / METRICS)
+    recipe = Recipe(
+        config.sequence_length,
+        packing=config.data.packing,
+        shuffle=config.data.shuffle,
+        rows=config.micro_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+        replicas=trainee.mesh.data.size,
+        seed=config.seed,
+    )
+    todo = itertools.islice(steps(corpus, recipe, trainee.mesh.data.rank), config.max_steps)
+    with progress or nullcontext():
+        for number, step in enumerate(todo, 1):
+            row = _run_step(trainee, step, number, config)
+            if progress is not None:
+                file.write(row)
+                progress.step(row)
+    if config.save.final:
+        save_model(
+            trainee.model,
+            output_dir / MODEL,
+            lambda folder, state: write_pretrained(trainee.model, tokenizer, folder, state),  # pyright: ignore[reportArgumentType]
+        )
+    return output_dir
+
+
+def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Trainee:
+    """Prepare a model, give it to an engine, and make its optimizer.
+
+    Raises:
+        LongspanError: whatever of the model, the degrees, the kernel or the engine cannot work.
+    """
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
+    engine = build_engine(config.engine, world_size, compute_dtype)
+    model.to(device).train()
+    handle = longspan.prepare(
+        model,
+        config.sequence_parallel_size,
+        ulysses_degree=config.ulysses_degree,
+        ring_degree=config.ring_degree,
+        kernel=config.kernel,
+        grad_reduction=engine.grad_reduction,
+    )
+    work = model_work(model, model.config.get_text_config())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    module = engine.wrap(model, handle)
+    return Trainee(model, module, handle, engine, _optimizer(module, config), work, device)
+
+
+def _optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    options = config.optimizer
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr, betas=options.betas)
+
+
+def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig) -> Row:
+    start_s = time.perf_counter()
+    loss = _backward(trainee, step)
+    norm = trainee.engine.clip_grad_norm(config.optimizer.max_grad_norm)
+    loss_value, norm_value = torch.stack(
+        [loss.double(), norm.double().to(loss.device)]
+    ).tolist()  # the step's host sync
+    if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+        raise TrainingError(
+            f"Step {number}: loss {loss_value}, gradient norm {norm_value}. The step was not applied. "
+            f"Lower optimizer.lr ({config.optimizer.lr:g}), lengthen schedule.warmup_steps, or look at the data."
+        )
+    lr = learning_rate(number, config)
+    for group in trainee.optimizer.param_groups:
+        group["lr"] = lr
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    gpu_bytes, host_bytes = peak_bytes(trainee.device, trainee.mesh)
+    step_s = time.perf_counter() - start_s
+    peak = peak_flops(trainee.device)
+    mfu = None
+    if peak is not None and trainee.work is not None:
+        mfu = trainee.work.flops(step.documents_tokens) / (peak * trainee.mesh.world.size * step_s)
+    return Row(
+        step=number,
+        loss=loss_value,
+        grad_norm=norm_value,
+        lr=lr,
+        tokens=step.tokens,
+        tokens_per_s=step.tokens / step_s,
+        mfu=mfu,
+        peak_gpu_bytes=gpu_bytes,
+        peak_host_bytes=host_bytes,
+        step_s=step_s,
+    )
+
+
+def _backward(trainee: Trainee, step: Step) -> Tensor:
+    """Run a step's micro-batches forward and backward; return its loss, the same on every rank."""
+    loss = torch.zeros((), device=trainee.device)
+    for index, batch in enumerate(step.micro_batches, 1):
+        part = trainee.handle.shard(batch, num_items=step.num_items)
+        part = {k: v.to(trainee.device) if isinstance(v, Tensor) else v for k, v in part.items()}
+        with trainee.engine.accumulating(last=index == len(step.micro_batches)):
+            out = trainee.module(**part)
+            out.loss.backward()
+        loss += out.loss.detach()
+    trainee.engine.reduce()
+    return loss
+
+
+def _introduce(config: RunConfig, trainee: Trainee) -> str:
+    mesh = trainee.mesh
+    count = sum(parameter.numel() for parameter in trainee.model.parameters())
+    return (
+        f"{config.model.name}: {count:,} parameters, engine {trainee.engine.name} on {mesh.world.size} "
+        f"{trainee.device.type} process{'es' if mesh.world.size > 1 else ''}, sequence_length "
+        f"{config.sequence_length:,}, sp {mesh.sequence.size} = ulysses {mesh.ulysses.size} x ring {mesh.ring.size}"
+    )

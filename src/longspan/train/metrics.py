@@ -1,0 +1,130 @@
+"""Measure a step: what is written to metrics.jsonl, and the arithmetic behind MFU."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from longspan.mesh import Mesh
+
+# Dense bf16 FLOP/s without sparsity, from the vendors' data sheets; SXM boards where there are several.
+_PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}
+_PEAK_FLOPS |= {"B200": 2250e12, "B100": 1750e12, "L40S": 362e12, "RTX 4090": 165e12}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer step.
+
+    Args:
+        loss: mean over the step's targets, the same on every rank.
+        grad_norm: global, before clipping.
+        tokens: of all replicas, each once, padding not counted.
+        mfu: model FLOPs (causal attention, nothing recomputed) over what the GPUs could do in bf16; None where the
+            peak or the model's count is unknown.
+        peak_gpu_bytes, peak_host_bytes: largest over the ranks, since the start of the run.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    mfu: float | None
+    peak_gpu_bytes: int
+    peak_host_bytes: int
+    step_s: float
+
+
+class MetricsFile:
+    """Append rows to metrics.jsonl; the file and its folder appear with the first row."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._started = False
+
+    def write(self, row: Row) -> None:
+        """Write one row, whole, so that a reader never sees half of it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a" if self._started else "w", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(row), allow_nan=False) + "\n")
+        self._started = True
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model computes per token and per pair of tokens.
+
+    Args:
+        parameters: weights that a token is multiplied with, embedding look-ups left out, chosen experts only.
+        attention_width: sum over layers of heads x (query width + value width).
+    """
+
+    parameters: int
+    attention_width: int
+
+    def flops(self, documents_tokens: Sequence[int]) -> float:
+        """Count forward and backward of these documents: 6 per weight and token, and attention to what is visible."""
+        tokens = sum(documents_tokens)
+        pairs = sum(n * n for n in documents_tokens) / 2
+        return 6.0 * self.parameters * tokens + 6.0 * self.attention_width * pairs
+
+
+def model_work(model: nn.Module, config: Any) -> Work | None:
+    """Count a model's work; None where its layers are not all full softmax attention.
+
+    Args:
+        config: the Hugging Face config of the text model.
+    """
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return None
+    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+        return None
+    experts: int = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
+    chosen: int = getattr(config, "num_experts_per_tok", None) or 1
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    parameters = 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or (id(parameter) in looked_up and not tied):
+            continue
+        share = (chosen, experts) if ".experts." in name else (1, 1)
+        parameters += parameter.numel() * share[0] // share[1]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query = getattr(config, "qk_head_dim", None) or width
+    value = getattr(config, "v_head_dim", None) or width
+    return Work(parameters, config.num_hidden_layers * heads * (query + value))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return what a GPU can do in bf16, per second; None for a CPU or a GPU that is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_bytes(device: torch.device, mesh: Mesh) -> tuple[int, int]:
+    """Return the peak of GPU and of host memory of a process, the largest over `mesh.world`.
+
+    Cost: one all-reduce of two numbers.
+    """
+    gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    both = torch.tensor([gpu, host], dtype=torch.int64, device=device)
+    if mesh.world.group is not None:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=mesh.world.group)
+    gpu, host = both.tolist()
+    return gpu, host

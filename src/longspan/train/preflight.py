@@ -1,0 +1,38 @@
+"""Check a run before any process starts: everything that can be known without the model's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from longspan.config import RunConfig
+from longspan.errors import TopologyError
+from longspan.integrations.models import check_fit, load_model_config
+from longspan.integrations.tokenizer import encode, load_tokenizer
+from longspan.plan.degrees import choose_degrees
+from longspan.train.checkpoint import check_output
+from longspan.train.data import Corpus, Report, read_corpus
+
+
+def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
+    """Check the output folder, the degrees, the model's config and the data, and return the data.
+
+    Raises:
+        LongspanError: the first of them that cannot work.
+    """
+    check_output(Path(config.output_dir), config.overwrite)
+    size = config.sequence_parallel_size
+    if world_size % size:
+        raise TopologyError(
+            f"sequence_parallel_size {size} does not divide the {world_size} process{'es' if world_size > 1 else ''}. "
+            f"Start a multiple of {size} (--nproc {size}), or set sequence_parallel_size to a divisor of {world_size}."
+        )
+    model_config = load_model_config(config.model)
+    text = model_config.get_text_config()
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    choose_degrees(
+        text.num_attention_heads, kv_heads, size, ulysses=config.ulysses_degree, ring=config.ring_degree
+    )  # raises where the heads cannot serve the degrees
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    corpus, report = read_corpus(config.data, config.sequence_length, lambda text: encode(tokenizer, text))
+    check_fit(model_config, max(corpus.lengths_tokens), int(corpus.tokens.max()))
+    return corpus, report

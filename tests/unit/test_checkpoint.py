@@ -1,0 +1,60 @@
+"""Output folders: refused, cleared, and filled all or nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from longspan.errors import ConfigError, TrainingError
+from longspan.train.checkpoint import check_output, clear_output, full_state, write_folder
+
+
+def test_output_folders(tmp_path: Path) -> None:
+    check_output(tmp_path / "new" / "deep", overwrite=False)
+    assert not (tmp_path / "new").exists()
+    check_output(tmp_path, overwrite=False)
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(ConfigError, match="not empty.*--overwrite"):
+        check_output(tmp_path, overwrite=False)
+    check_output(tmp_path, overwrite=True)
+    with pytest.raises(ConfigError, match="is a file"):
+        check_output(tmp_path / "mine.txt", overwrite=True)
+    with pytest.raises(ConfigError, match="cannot be created"):
+        check_output(tmp_path / "mine.txt" / "out", overwrite=True)
+
+
+def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    (tmp_path / "metrics.jsonl").write_text("x")
+    (tmp_path / "model").mkdir()
+    clear_output(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "out" / "model"
+    write_folder(folder, lambda path: (path / "a").write_text("1") and None)
+    assert (folder / "a").read_text() == "1"
+
+    def full_disk(path: Path) -> None:
+        (path / "a").write_text("2")
+        raise OSError("No space left on device")
+
+    with pytest.raises(TrainingError, match="No space left"):
+        write_folder(folder, full_disk)
+    assert (folder / "a").read_text() == "1"
+    write_folder(folder, lambda path: (path / "b").write_text("3") and None)
+    assert [path.name for path in folder.iterdir()] == ["b"]
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_tied_names_share_a_tensor() -> None:
+    model = nn.ModuleDict({"embed": nn.Linear(3, 3, bias=False), "head": nn.Linear(3, 3, bias=False)})
+    model["head"].weight = model["embed"].weight
+    state = full_state(model, keep=True)
+    assert state["embed.weight"] is state["head.weight"]
+    assert torch.equal(state["embed.weight"], model["embed"].weight)  # pyright: ignore[reportArgumentType]
+    assert full_state(model, keep=False) == {}
