@@ -14,9 +14,10 @@ from torch import Tensor
 from longspan.attention.schedule import Schedule
 from longspan.documents import DOCUMENT_FIELDS, Documents
 from longspan.errors import BatchError
-from longspan.layout import Layout
+from longspan.layout import Layout, Piece
 from longspan.mask import Mask
 from longspan.mesh import Mesh
+from longspan.stream.prefix import Tiles
 
 IGNORE_INDEX = -100
 """Label of a token without a target, as in torch's cross-entropy."""
@@ -38,6 +39,7 @@ class Shard:
         targets: tokens with a target in the whole batch; an integer, or a tensor when the labels live on a GPU.
         num_items: targets over which the loss is averaged; None for those of this micro-batch over all data ranks.
         lengths: real tokens of each row, None when the batch came without padding.
+        tile_tokens: tokens per tile in which this rank's layers run; None when they run whole.
         passed: names of the fields that were handed through as they came.
     """
 
@@ -49,12 +51,20 @@ class Shard:
     targets: int | Tensor
     num_items: int | Tensor | None = None
     lengths: tuple[int, ...] | None = None
+    tile_tokens: int | None = None
     passed: tuple[str, ...] = ()
 
     @cached_property
     def schedule(self) -> Schedule:
         """Kernel calls of this rank, worked out at first use and then shared by all layers."""
         return Schedule.of(self.mask, self.layout, self.mesh.ring.rank)
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """Tiles of this rank's tokens, each with its kernel calls, for layers that run in tiles."""
+        step = self.tile_tokens or self.layout.shard_tokens
+        local = [Piece(a, min(a + step, self.layout.shard_tokens)) for a in range(0, self.layout.shard_tokens, step)]
+        return Tiles.of(self.mask, local, self.layout.ulysses)
 
     def cut(self, field: Tensor, fill: int | float = 0) -> Tensor:
         """Return this rank's tokens of a full field [B, S, ...] -> [B, S/sp, ...], padding with `fill`."""
@@ -67,6 +77,7 @@ def shard_batch(
     *,
     num_items: int | Tensor | None = None,
     token_fields: Sequence[str] = (),
+    tile_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Cut a full batch into the part of this rank. Pure: no collective, the batch is left as it is.
 
@@ -76,6 +87,7 @@ def shard_batch(
             integers that number the documents) and cu_seqlens as far as present.
         num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches.
         token_fields: names of further tensors [B, S, ...] that are to be cut like the tokens.
+        tile_tokens: tokens per tile in which layers run; under Ulysses alone, tiles are interleaved over the ranks.
 
     Returns:
         input_ids or inputs_embeds, position_ids and shift_labels of this rank, `use_cache=False`, and a `Shard` under
@@ -87,7 +99,8 @@ def shard_batch(
     tokens = _tokens(batch)
     rows, length = tokens.shape[:2]
     documents = Documents.find(batch, rows, length)
-    layout = Layout(length, mesh.ring.size, mesh.ulysses.size)
+    interleaved = tile_tokens if mesh.ring.size == 1 and mesh.ulysses.size > 1 else None
+    layout = Layout(length, mesh.ring.size, mesh.ulysses.size, interleaved)
     part: dict[str, Any] = {}
     passed = []
     labels = _shifted_labels(batch, documents, rows, length)
@@ -109,6 +122,7 @@ def shard_batch(
         targets=0 if labels is None else _count(labels),
         num_items=num_items,
         lengths=documents.lengths,
+        tile_tokens=tile_tokens,
         passed=tuple(passed),
     )
     part["position_ids"] = documents.cut_positions(layout, mesh.sequence.rank).to(tokens.device)

@@ -110,6 +110,11 @@ class Layout:
             if (both := piece.meet(document)) is not None
         )
 
+    def tiles(self) -> tuple[Piece, ...]:
+        """Return the parts of a shard that are interleaved with those of the other Ulysses ranks, in shard positions."""
+        tile = self.tile or self.shard_tokens
+        return tuple(Piece(a, min(a + tile, self.shard_tokens)) for a in range(0, self.shard_tokens, tile))
+
     def _parts(self, ulysses_rank: int) -> Iterator[Piece]:
         """Yield the ranges of a Ulysses rank inside what its ring position holds."""
         held = self.length // self.ring

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -73,10 +73,23 @@ class Ambient:
         finally:
             _set_rng_state(self.device, outer)
 
+    def rewind(self) -> None:
+        """Put the generators back to where they stood at the capture."""
+        _set_rng_state(self.device, self.rng)
+
+    def reseeded(self, number: int) -> Ambient:
+        """Return the same surroundings with generators of their own, seeded from these and a number."""
+        source = torch.Generator()
+        source.set_state(self.rng[0])
+        seed = int(torch.randint(1 << 62, (number + 1,), generator=source)[number])
+        devices = ["cpu"] if len(self.rng) == 1 else ["cpu", self.device]
+        return replace(self, rng=tuple(torch.Generator(d).manual_seed(seed).get_state() for d in devices))
+
     def _autocast(self):
         if not torch.amp.is_autocast_available(self.device.type):
             return nullcontext()
-        # Autocast's weight cache outlives a tile: a cast made without gradients would be reused where they are needed.
+        # Cached, a cast weight would stay until the caller's autocast ends, and one cast without gradients has been
+        # handed out by some versions of torch where they were needed.
         return torch.autocast(
             self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None, cache_enabled=False
         )

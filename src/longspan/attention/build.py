@@ -15,7 +15,7 @@ from longspan.attention.ulysses import Ulysses
 from longspan.comm.heads import HeadSplit
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
-from longspan.layout import Layout
+from longspan.layout import Layout, Piece
 from longspan.mask import Mask
 from longspan.mesh import Mesh
 
@@ -42,9 +42,9 @@ class Attend:
         """
         return _Attention.apply(q, k, v, self, schedule, scale)  # type: ignore[no-any-return]
 
-    def ulysses(self, q: Tensor, k: Tensor) -> Ulysses:
-        """Return the head exchange for operands with these head counts."""
-        return Ulysses(HeadSplit(q.shape[2], k.shape[2], self.mesh.ulysses.size), self.mesh.ulysses)
+    def ulysses(self, q: Tensor, k: Tensor, parts: tuple[Piece, ...] = ()) -> Ulysses:
+        """Return the head exchange for operands with these head counts; `parts` as in `Ulysses`."""
+        return Ulysses(HeadSplit(q.shape[2], k.shape[2], self.mesh.ulysses.size), self.mesh.ulysses, parts)
 
 
 def attend(
@@ -89,7 +89,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: Attend, schedule: Schedule, scale: float
     ) -> Tensor:
-        ulysses, ring = attend.ulysses(q, k), Ring(attend.kernel, attend.mesh.ring)
+        ulysses, ring = attend.ulysses(q, k, schedule.parts), Ring(attend.kernel, attend.mesh.ring)
         q, k, v = ulysses.enter(q, k, v)
         out, lse = ring.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, scale)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -101,7 +101,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         ulysses: Ulysses = ctx.ulysses
-        dout = ulysses.enter_gradient(dout.to(out.dtype))
+        (dout,) = ulysses.enter_queries(dout.to(out.dtype))
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
         dq, dk, dv = ctx.ring.backward(dout, saved, ctx.schedule, ctx.scale)
         grads = (dq, ulysses.contract(dk), ulysses.contract(dv))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspan.errors import BatchError
-from longspan.layout import Layout
+from longspan.layout import Layout, Piece
 from longspan.mask import Mask, Work
 
 
@@ -13,11 +13,12 @@ from longspan.mask import Mask, Work
 class Schedule:
     """Kernel calls of one ring rank: `steps[s]` are those on the keys that started out on rank `ring_rank - s`.
 
-    Step 0 covers each query token in exactly one call, as every token sees itself.
+    Step 0 covers each query token in exactly one call, as every token sees itself. `parts` are the ranges of a shard
+    that Ulysses ranks hold interleaved.
     """
 
     steps: tuple[tuple[Work, ...], ...]
-    tokens: int
+    parts: tuple[Piece, ...] = ()
 
     @classmethod
     def of(cls, mask: Mask, layout: Layout, ring_rank: int) -> Schedule:
@@ -32,4 +33,4 @@ class Schedule:
         steps = tuple(
             mask.work(mine, layout.ring_pieces((ring_rank - step) % layout.ring)) for step in range(layout.ring)
         )
-        return cls(steps, layout.length // layout.ring)
+        return cls(steps, layout.tiles())

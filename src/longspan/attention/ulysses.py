@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from longspan.comm.exchange import to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
 from longspan.kernels.protocol import wide
+from longspan.layout import Piece
 from longspan.mesh import Axis
 
 
@@ -20,31 +22,54 @@ class Ulysses:
     q, k and v travel in one all-to-all. Query heads may be divided unevenly; a KV head that several ranks need is sent
     to each of them, and its gradients are added up in fp32 or wider.
 
-    Source: Jacobs et al., DeepSpeed-Ulysses (2023); uneven and replicated heads are ours.
+    Args:
+        parts: token ranges of a rank's shard that are interleaved with those of the other ranks; exchanging part by
+            part puts the row in order. Empty when ranks hold contiguous tokens.
+
+    Source: Jacobs et al., DeepSpeed-Ulysses (2023); uneven, replicated and interleaved exchanges are ours.
     """
 
     split: HeadSplit
     axis: Axis
+    parts: tuple[Piece, ...] = ()
 
     def enter(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange q [B, s, H, D], k [B, s, K, D], v [B, s, K, Dv] for [B, s*u, heads of this rank, ...]."""
         query, key = self.split.query, self.split.key
-        q, k, v = to_heads([q, k, v], [query, key, key], self.axis)
+        q, k, v = self._to_heads([q, k, v], [query, key, key])
         return q, k, v
+
+    def enter_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Exchange k and v alone, as `enter` does."""
+        k, v = self._to_heads([k, v], [self.split.key] * 2)
+        return k, v
+
+    def enter_queries(self, *tensors: Tensor) -> list[Tensor]:
+        """Exchange tensors [B, s, H, ...] in one all-to-all as `enter` does q: q, out and dout of a backward."""
+        return self._to_heads(tensors, [self.split.query] * len(tensors))
 
     def leave(self, out: Tensor) -> Tensor:
         """Exchange out [B, s*u, heads of this rank, Dv] for [B, s, H, Dv]."""
-        return to_tokens([out], [self.split.query], self.axis)[0]
-
-    def enter_gradient(self, dout: Tensor) -> Tensor:
-        """Exchange dout [B, s, H, Dv] as `enter` does q."""
-        return to_heads([dout], [self.split.query], self.axis)[0]
+        return self._to_tokens([out], [self.split.query])[0]
 
     def leave_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange dq, dk and dv back, adding up the gradients of replicated KV heads."""
         query, key = self.split.query, self.split.key
-        dq, dk, dv = to_tokens([dq, dk, dv], [query, key, key], self.axis)
+        dq, dk, dv = self._to_tokens([dq, dk, dv], [query, key, key])
         return dq, self._join(dk), self._join(dv)
+
+    def _to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[range]]) -> list[Tensor]:
+        if len(self.parts) < 2 or self.axis.size == 1:
+            return to_heads(tensors, heads, self.axis)
+        cuts = [to_heads([t[:, p.start : p.stop] for t in tensors], heads, self.axis) for p in self.parts]
+        return [torch.cat(cut, 1) for cut in zip(*cuts, strict=True)]
+
+    def _to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[range]]) -> list[Tensor]:
+        if len(self.parts) < 2 or self.axis.size == 1:
+            return to_tokens(tensors, heads, self.axis)
+        u = self.axis.size
+        cuts = [to_tokens([t[:, p.start * u : p.stop * u] for t in tensors], heads, self.axis) for p in self.parts]
+        return [torch.cat(cut, 1) for cut in zip(*cuts, strict=True)]
 
     def expand(self, kv: Tensor) -> Tensor:
         """Repeat KV heads, one per query head, where the query heads of this rank do not share them evenly."""

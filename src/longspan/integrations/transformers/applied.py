@@ -23,6 +23,8 @@ from longspan.integrations.transformers.rope import Rotary
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
 from longspan.plan.plan import Plan
+from longspan.stream.keep import Memory
+from longspan.stream.layer import Streamed
 
 
 class Applied:
@@ -33,11 +35,20 @@ class Applied:
     """
 
     def __init__(
-        self, parts: Parts, mesh: Mesh, plan: Plan, attend: Attend, *, logits: bool, grad_reduction: str, in_eval: bool
+        self,
+        parts: Parts,
+        mesh: Mesh,
+        plan: Plan,
+        attend: Attend,
+        memory: Memory,
+        *,
+        logits: bool,
+        grad_reduction: str,
+        in_eval: bool,
     ) -> None:
         self.parts = parts
         self.model: PreTrainedModel = parts.model
-        self.mesh, self.plan, self.attend = mesh, plan, attend
+        self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, memory
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
         self.call: ForwardCall | None = None
         self.bypassed = False
@@ -46,7 +57,12 @@ class Applied:
         self._replaced: list[tuple[nn.Module, Any]] = []
         rotaries = [(module, Rotary(module, self)) for module in parts.rotaries]
         use_attention(self.model, NAME)
-        for module, forward in [(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries]:
+        layers = [
+            (layer, Streamed(layer, i, f"{parts.layers_name}.{i} ({type(layer).__name__})", CONTEXT))
+            for i, layer in enumerate(parts.layers)
+            if memory.streams
+        ]
+        for module, forward in [(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries, *layers]:
             self._replaced.append((module, module.__dict__.get("forward")))
             module.forward = forward
         self.model._longspan_applied = self  # type: ignore[assignment]
@@ -71,7 +87,13 @@ class Applied:
         Returns:
             Keyword arguments for the model. Pure and free of collectives.
         """
-        return shard_batch(batch, self.mesh, num_items=num_items, token_fields=token_fields)
+        return shard_batch(
+            batch,
+            self.mesh,
+            num_items=num_items,
+            token_fields=token_fields,
+            tile_tokens=self.memory.tile_tokens if self.memory.streams else None,
+        )
 
     def loader(self, batches: Iterable[Mapping[str, Any]], accumulation: int = 1) -> ShardedLoader:
         """Iterate over parts of the batches of a data loader that all sequence-parallel ranks read alike."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from longspan.attention.call import Call, Request
 from longspan.batch import CONTEXT
 from longspan.errors import ModelError
 
@@ -16,47 +16,7 @@ NAME = "longspan"
 """Our name among the attention implementations; models branch on names that contain flash, sdpa or flex, so it has
 none of them."""
 
-_HARMLESS = frozenset({"position_ids", "use_cache", "num_items_in_batch"})
-"""Keyword arguments that models hand to attention without expecting anything from it."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of the attention interface by a layer: q [B, H, S, D], k [B, K, S, D], v [B, K, S, Dv] after RoPE."""
-
-    module: nn.Module
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    extra: dict[str, Any]
-
-    @property
-    def layer(self) -> str:
-        """Name the calling module for messages."""
-        index = getattr(self.module, "layer_idx", None)
-        return type(self.module).__name__ + ("" if index is None else f" of layer {index}")
-
-    def refuse_unknown(self, handed_through: frozenset[str]) -> None:
-        """Raise if the layer asks for something that would change the result and is not supported.
-
-        Args:
-            handed_through: names that the caller of the model passed, and that models only hand on.
-        """
-        for name, value in self.extra.items():
-            if value is None or value is False or name in _HARMLESS or name in handed_through:
-                continue
-            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ModelError(
-                f"{self.layer} asks attention for {name}={shown}, which longspan does not support yet; "
-                "leaving it out would change the result."
-            )
-
-
-class Call(Protocol):
-    """What a forward pass carries to the attention calls of its layers."""
-
-    def attention(self, request: Request) -> Tensor:
+def attention(self, request: Request) -> Tensor:
         """Answer one attention call -> [B, S, H, Dv]."""
         ...
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Request
 from longspan.batch import CONTEXT, Shard
 from longspan.errors import BatchError, ModelError
-from longspan.integrations.transformers.attention import Request
 from longspan.loss import Head, tiled_loss, token_logps
+from longspan.stream.keep import Memory
 
 if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
@@ -28,6 +29,7 @@ class ForwardCall:
     """What one forward pass carries: to the attention of its layers, and to the head and the rotary embeddings.
 
     Args:
+        memory: how the layers run.
         names: keyword arguments of the caller, which models hand on to attention.
         shift_labels: [B, s] targets of this rank's tokens, or None.
         output: what the head is to make of its hidden states.
@@ -36,6 +38,7 @@ class ForwardCall:
 
     shard: Shard
     attend: Attend
+    memory: Memory
     names: frozenset[str]
     shift_labels: Tensor | None
     output: Output
@@ -44,18 +47,14 @@ class ForwardCall:
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
         request.refuse_unknown(self.names)
-        q, k, v = request.q, request.k, request.v
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = request.operands()
         expected = (self.shard.rows, self.shard.layout.shard_tokens)
         for name, t in (("q", q), ("k", k), ("v", v)):
-            if (t.shape[0], t.shape[2]) != expected or t.dtype != q.dtype:
+            if t.shape[:2] != expected:
                 raise ModelError(
-                    f"{request.layer} hands attention {name} {list(t.shape)} {t.dtype}, expected [B={expected[0]}, "
-                    f"heads, {expected[1]} tokens, head_dim] {q.dtype}."
+                    f"{request.layer} hands attention {name} {list(t.shape)}, expected [B={expected[0]}, "
+                    f"{expected[1]} tokens, heads, head_dim]."
                 )
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return self.attend(q, k, v, self.shard.schedule, request.scale)
 
 
@@ -127,7 +126,7 @@ class Forward:
                 "prepare(..., logits=True)."
             )
         names = frozenset(kwargs) | frozenset(shard.passed)
-        return ForwardCall(shard, applied.attend, names, labels, output)
+        return ForwardCall(shard, applied.attend, applied.memory, names, labels, output)
 
 
 OUTPUT = "longspan_output"

@@ -22,6 +22,7 @@ from longspan.kernels.select import pick
 from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.plan import Plan
+from longspan.stream.keep import Memory
 
 
 def prepare(
@@ -32,7 +33,7 @@ def prepare(
     ring_degree: int | None = None,
     mesh: DeviceMesh | None = None,
     kernel: str = "auto",
-    memory: Literal["auto"] = "auto",
+    memory: Literal["auto"] | Memory = "auto",
     logits: bool = False,
     grad_reduction: Literal["mean", "sum"] = "mean",
     sequence_parallel_in_eval: bool = True,
@@ -48,7 +49,7 @@ def prepare(
         ulysses_degree, ring_degree: how these divide into head and ring parallelism; None to choose.
         mesh: a mesh of the host with an axis named `sp` or `cp`; None for all processes.
         kernel: `auto`, one of longspan's kernels, or a transformers attention name.
-        memory: `auto` is the only choice so far.
+        memory: how layers run and what they keep for backward; `auto` runs them whole and keeps everything.
         logits: also return this rank's logits [B, s, V].
         grad_reduction: whether the engine averages gradients over the ranks or adds them up.
         sequence_parallel_in_eval: False makes `model.eval()` run the plain model on full batches.
@@ -61,7 +62,7 @@ def prepare(
     Cost: a probe of four forward passes on 5 tokens, and the creation of process groups.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
-    settings += (sequence_parallel_in_eval,)
+    settings += (sequence_parallel_in_eval, memory)
     _check_choices(memory, grad_reduction)
     parts = Parts.of(model)
     earlier: Applied | None = getattr(parts.model, "_longspan_applied", None)
@@ -82,6 +83,7 @@ def prepare(
         axes,
         plan,
         Attend(axes, chosen),
+        Memory() if memory == "auto" else memory,
         logits=logits,
         grad_reduction=grad_reduction,
         in_eval=sequence_parallel_in_eval,
@@ -92,9 +94,9 @@ def prepare(
     return applied
 
 
-def _check_choices(memory: str, grad_reduction: str) -> None:
-    if memory != "auto":
-        raise ConfigError(f"memory must be 'auto', got {memory!r}.")
+def _check_choices(memory: str | Memory, grad_reduction: str) -> None:
+    if memory != "auto" and not isinstance(memory, Memory):
+        raise ConfigError(f"memory must be 'auto' or a Memory, got {memory!r}.")
     if grad_reduction not in ("mean", "sum"):
         raise ConfigError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}.")
 

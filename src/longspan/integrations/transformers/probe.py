@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.attention.call import Request
 from longspan.batch import CONTEXT
 from longspan.errors import LongspanError, ModelError
-from longspan.integrations.transformers.attention import Request
 from longspan.integrations.transformers.parts import Parts
 
 _TOKENS = 5

@@ -1,0 +1,65 @@
+"""How a layer's attention call is answered: by an object that travels with the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from longspan.errors import ModelError
+
+_HARMLESS = frozenset({"position_ids", "use_cache", "num_items_in_batch"})
+"""Keyword arguments that models hand to attention without expecting anything from it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One attention call of a layer: q [B, H, S, D], k [B, K, S, D], v [B, K, S, Dv] after RoPE."""
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    extra: dict[str, Any]
+
+    @property
+    def layer(self) -> str:
+        """Name the calling module for messages."""
+        index = getattr(self.module, "layer_idx", None)
+        return type(self.module).__name__ + ("" if index is None else f" of layer {index}")
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv], in autocast's dtype where it is on."""
+        q, k, v = (t.transpose(1, 2) for t in (self.q, self.k, self.v))
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if not q.dtype == k.dtype == v.dtype:
+            raise ModelError(f"{self.layer} hands attention q, k, v of {q.dtype}, {k.dtype}, {v.dtype}.")
+        return q, k, v
+
+    def refuse_unknown(self, handed_through: frozenset[str]) -> None:
+        """Raise if the layer asks for something that would change the result and is not supported.
+
+        Args:
+            handed_through: names that the caller of the model passed, and that models only hand on.
+        """
+        for name, value in self.extra.items():
+            if value is None or value is False or name in _HARMLESS or name in handed_through:
+                continue
+            shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ModelError(
+                f"{self.layer} asks attention for {name}={shown}, which longspan does not support yet; "
+                "leaving it out would change the result."
+            )
+
+
+class Call(Protocol):
+    """What a forward pass carries to the attention calls of its layers."""
+
+    def attention(self, request: Request) -> Tensor:
+        """Answer one attention call -> [B, S, H, Dv]."""
+        ...

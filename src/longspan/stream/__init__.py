@@ -1,0 +1,1 @@
+"""Decoder layers run tile by tile of tokens, unmodified."""

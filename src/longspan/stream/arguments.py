@@ -1,0 +1,95 @@
+"""The arguments of a decoder layer, and how they are cut into tiles of tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from longspan.attention.call import Call
+from longspan.errors import ModelError
+
+_TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1}
+"""Arguments with one entry per token, and the dim that counts them."""
+
+_EMPTY = ("attention_mask", "past_key_values", "past_key_value")
+"""Arguments that must be absent: neither a mask nor a cache can be cut into tiles."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a layer was called with, besides its hidden states.
+
+    Args:
+        context: name of the keyword argument that carries the attention `Call`.
+    """
+
+    hidden_name: str
+    named: dict[str, Any]
+    extra: dict[str, Any]
+    context: str
+
+    @classmethod
+    def bind(
+        cls, name: str, signature: inspect.Signature, context: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Arguments]:
+        """Match a layer's arguments to its signature -> hidden states [B, s, d], and the others.
+
+        Raises:
+            ModelError: an argument that cannot be divided by tokens, named.
+        """
+        bound = signature.bind(*args, **kwargs)
+        named: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        for key, value in bound.arguments.items():
+            kind = signature.parameters[key].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                extra = dict(value)
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                raise ModelError(f"{name} takes positional arguments without names; it cannot run in tiles.")
+            else:
+                named[key] = value
+        hidden_name = next(iter(signature.parameters))
+        hidden = named.pop(hidden_name)
+        for key, value in {**named, **extra}.items():
+            _refuse(name, key, value, hidden.shape[1])
+        return hidden, cls(hidden_name, named, extra, context)
+
+    def run(
+        self, forward: Callable[..., Any], hidden: Tensor, start: int, stop: int, call: Call
+    ) -> Tensor:
+        """Run a layer on tokens `start` to `stop`, whose hidden states [B, t, d] are given."""
+        named = {key: _cut(key, value, start, stop) for key, value in self.named.items()}
+        extra = {key: _cut(key, value, start, stop) for key, value in self.extra.items() if key != self.context}
+        out = forward(**{self.hidden_name: hidden}, **named, **extra, **{self.context: call})
+        return out[0] if isinstance(out, tuple) else out
+
+
+def _cut(name: str, value: Any, start: int, stop: int) -> Any:
+    dim = _TOKEN_DIMS.get(name)
+    if dim is None or value is None:
+        return value
+    if isinstance(value, tuple | list):
+        return type(value)(_cut(name, part, start, stop) for part in value)
+    return value.narrow(dim, start, stop - start)
+
+
+def _refuse(layer: str, name: str, value: Any, tokens: int) -> None:
+    """Raise for an argument that would be wrong in a tile or lose its gradient."""
+    if name in _EMPTY:
+        if value is not None:
+            raise ModelError(f"{layer} is called with {name}, which cannot be divided into tiles.")
+        return
+    for tensor in value if isinstance(value, tuple | list) else (value,):
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.requires_grad:
+            raise ModelError(f"{layer} is called with {name}, which requires a gradient that tiles would lose.")
+        if name not in _TOKEN_DIMS and tokens in tensor.shape and tokens > 1:
+            raise ModelError(
+                f"{layer} is called with {name} {list(tensor.shape)}, which may have one entry per token and is not "
+                "known; it cannot run in tiles."
+            )

@@ -1,0 +1,67 @@
+"""A decoder layer whose forward runs in tiles."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from longspan.attention.build import Attend
+from longspan.batch import Shard
+from longspan.errors import ModelError
+from longspan.stream.arguments import Arguments
+from longspan.stream.function import LayerRun, Mixing, StreamedLayer
+from longspan.stream.keep import Keep, Memory
+from longspan.stream.mixing import PrefixMixing, WholeMixing
+
+
+class StreamedCall(Protocol):
+    """The part of a model's forward call that a streamed layer needs."""
+
+    shard: Shard
+    attend: Attend
+    memory: Memory
+
+
+class Streamed:
+    """Stands in for the `forward` of a decoder layer.
+
+    Args:
+        context: name of the keyword argument that carries the attention call.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, name: str, context: str) -> None:
+        self.layer, self.index, self.name, self.context = layer, index, name, context
+        self.original = layer.forward
+        self.signature = inspect.signature(self.original)
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Any = kwargs.get(self.context)
+        memory: Memory | None = getattr(call, "memory", None)
+        if memory is None or memory.of(self.index) is Keep.GRAPH:
+            return self.original(*args, **kwargs)
+        for name, module in self.layer.named_modules():
+            if module is not self.layer and type(module).__name__.startswith("FSDP"):
+                raise ModelError(
+                    f"{self.name}.{name} is sharded by fully_shard inside a streamed layer, whose gradients would be "
+                    "lost. Call fully_shard on the decoder layer as a whole."
+                )
+        x, arguments = Arguments.bind(self.name, self.signature, self.context, args, kwargs)
+        run = LayerRun(self.original, arguments, call.shard.tiles.local, self._draws())
+        parameters = [p for p in self.layer.parameters() if p.requires_grad]
+        mixing = self._mixing(run, call)
+        return StreamedLayer.apply(mixing, torch.is_grad_enabled(), x, *parameters)
+
+    def _mixing(self, run: LayerRun, call: StreamedCall) -> Mixing:
+        keep = call.memory.of(self.index)
+        if call.shard.layout.ring == 1:
+            return PrefixMixing(run, call.attend, call.shard.tiles, call.shard.layout.length, keep)
+        return WholeMixing(run, call.attend, call.shard.schedule, keep)
+
+    def _draws(self) -> bool:
+        """Whether a module of the layer may draw random numbers in this pass."""
+        return self.layer.training and any(getattr(m, "p", 0) for m in self.layer.modules() if "Dropout" in type(m).__name__)
