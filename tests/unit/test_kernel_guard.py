@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import CASES, Case, packed, relative_error
+from kernel_cases import CASES, Case, relative_error
 from torch import Tensor
 
 from longspan.errors import KernelError
@@ -101,7 +101,8 @@ def test_splits_are_exact_and_as_coarse_as_the_limit_allows(split: str, causal: 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7, 12, 13, 24, 40, 100])
 @pytest.mark.parametrize(
-    "name", ["causal, more keys", "full", "full, more keys", "narrow values", "broad values", "fused", "causal, one query"]
+    "name",
+    ["causal, more keys", "full", "full, more keys", "narrow values", "broad values", "fused", "causal, one query"],
 )
 def test_every_shape_is_exact_at_every_limit(name: str, budget: int) -> None:
     case = CASES[name]
@@ -124,11 +125,34 @@ def test_packed_calls_are_split_over_heads_with_one_block(name: str, heads: int)
     assert all(block is case.block for block in watched.blocks)  # so the borders are moved to the device once
 
 
+def test_gradients_are_wide_only_where_tiles_add_up() -> None:
+    class Narrow(Reference):
+        def backward(
+            self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            dq, dk, dv = super().backward(dout, q, k, v, out, lse, block, scale)
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    q, k, v, dout = Case(Block(True), 13, 13, rows=3).operands(torch.bfloat16)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    expected = {
+        "rows": (bf16, bf16),
+        "each head group": (bf16, bf16),
+        "each head": (bf16, fp32),
+        "tokens": (fp32, fp32),
+    }
+    for split, dtypes in expected.items():
+        guard = Guard(Narrow(), SPLITS[split][0] * WIDTH + 1)
+        out, lse = guard.forward(q, k, v, Block(True), 0.3)
+        dq, dk, dv = guard.backward(dout, q, k, v, out, lse, Block(True), 0.3)
+        assert (out.dtype, lse.dtype, dq.dtype, dk.dtype, dv.dtype) == (bf16, fp32, *dtypes, dtypes[1])
+
+
 def test_one_head_of_a_packed_call_must_fit() -> None:
     case = CASES["packed"]
     with pytest.raises(KernelError, match=r"20 tokens x head_dim 8, more than the 640 elements.*packed documents"):
         guarded(case, Reference(), 20 * WIDTH)
-    with pytest.raises(KernelError, match="more than the 32 elements a kernel can index. Use a higher"):
+    with pytest.raises(KernelError, match=r"more than the 32 elements a kernel can index\. Use a higher"):
         guarded(CASES["causal"], Reference(), WIDTH)
 
 
@@ -194,9 +218,7 @@ def test_tiles_cover_every_visible_pair_once(
     heads, keys = kv_heads * group, queries + more
     limit = budget * WIDTH + 1
     seen = torch.zeros(rows, heads, queries, keys, dtype=torch.int)
-    tiles = cut(
-        torch.Size((rows, queries, heads, 8)), torch.Size((rows, keys, kv_heads, 8)), 8, Block(causal), limit
-    )
+    tiles = cut(torch.Size((rows, queries, heads, 8)), torch.Size((rows, keys, kv_heads, 8)), 8, Block(causal), limit)
     for tile in tiles:
         mine = range(heads)[tile.heads]
         assert {head // group for head in mine} == set(range(kv_heads)[tile.kv_heads])
@@ -218,4 +240,3 @@ def test_larger_head_dims_are_rounded_up_as_kernels_do() -> None:
     assert pieces(80, 10 * 2 * 96 + 1) == 1
     assert pieces(80, 10 * 2 * 96) == 2
     assert pieces(160, 10 * 2 * 192) == 2
-    assert packed(True, (1,)).varlen

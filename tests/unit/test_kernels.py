@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -107,13 +106,11 @@ class Mutant:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.defect == "delta without out":
             out = torch.zeros_like(out)
-        grads = dict(
-            zip(("dq", "dk", "dv"), self.inner.backward(dout, q, k, v, out, lse, block, scale), strict=True)
-        )
+        grads = dict(zip(("dq", "dk", "dv"), self.inner.backward(dout, q, k, v, out, lse, block, scale), strict=True))
         name, _, change = self.defect.partition(" ")
         if name in grads:
-            changes: dict[str, Any] = {"zero": lambda x: 0 * x, "doubled": lambda x: 2 * x, "flipped": lambda x: x.flip(2)}
-            grads[name] = changes[change](grads[name])
+            grad = grads[name]
+            grads[name] = {"zero": 0 * grad, "doubled": 2 * grad, "flipped": grad.flip(2)}[change]
         return grads["dq"], grads["dk"], grads["dv"]
 
 
@@ -178,9 +175,9 @@ def test_one_of_two_kernels_is_chosen_by_the_call() -> None:
         def refuses(self, request: Request) -> str | None:
             return "dense only" if request.varlen or request.bottom_right else None
 
-        def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
             self.calls += 1
-            return super().forward(*args)
+            return super().forward(q, k, v, block, scale)
 
     dense = Dense()
     either = Either(dense, Reference())

@@ -331,7 +331,8 @@ def test_wrong_heads():
 
 
 def test_sharded_tensors_are_refused():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         weight = distribute_tensor(torch.randn(V, D), init_device_mesh("cpu", (1,)))
         with pytest.raises(ModelError, match=r"weight is sharded at this moment \(shape \(17, 6\), DTensor\)"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -27,20 +28,19 @@ def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    results = {}
+    results, groups = {}, {"default": None, "world": dist.new_group(), "pair": dist.new_group([0, 1])}
     for via in ("all_gather", "all_reduce"):
-        for name, group in (("default", None), ("world", dist.distributed_c10d._get_default_group())):
+        for name in ("default", "world"):
             logits, labels = batch(rank)
             loss = F.cross_entropy(logits.requires_grad_(), labels)
-            result = reduce_loss(loss, labels, group, via)
+            result = reduce_loss(loss, labels, cast(dist.ProcessGroup | None, groups[name]), via)
             (result * 0.37).backward()
             results[via, name] = result.detach(), logits.grad
         nowhere = reduce_loss(torch.tensor(math.nan), torch.full((TOKENS,), -100), via=via)
         results[via, "nowhere"] = nowhere, nowhere
-    pair = dist.new_group([0, 1])
     if rank == 2:
         with pytest.raises(TopologyError, match="Rank 2 is not in the group"):
-            reduce_loss(loss, labels, pair)
+            reduce_loss(loss, labels, cast(dist.ProcessGroup, groups["pair"]))
     torch.save(results, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 

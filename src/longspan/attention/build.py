@@ -13,6 +13,7 @@ from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
 from longspan.comm.heads import HeadSplit
+from longspan.errors import BatchError, TopologyError
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.layout import Layout, Piece
@@ -73,13 +74,36 @@ def attend(
 
     Raises:
         KernelError: no kernel, or not the named one, can do this on this device.
-        BatchError: mask and layout have different lengths.
+        BatchError: operands, mask and layout do not fit together.
+        TopologyError: the layout is for another mesh, or a rank would be left without a query head.
     """
     if layout is None:
         layout = Layout(mask.length, mesh.ring.size, mesh.ulysses.size)
+    _check_operands(q, k, v, mask, layout, mesh)
     request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], varlen=mask.packed, bottom_right=False)
     schedule = Schedule.of(mask, layout, mesh.ring.rank)
     return Attend(mesh, pick(kernel, request))(q, k, v, schedule, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: Layout, mesh: Mesh) -> None:
+    """Refuse operands of which some token would be left out, or never written."""
+    if (layout.ring, layout.ulysses) != (mesh.ring.size, mesh.ulysses.size):
+        raise TopologyError(
+            f"The layout divides rows over ring {layout.ring} x ulysses {layout.ulysses}, the mesh has "
+            f"{mesh.ring.size} x {mesh.ulysses.size}."
+        )
+    rows = q.shape[0] if mask.documents is None else len(mask.documents)
+    shapes = [tuple(t.shape) for t in (q, k, v)]
+    fits = all(len(shape) == 4 and shape[:2] == (rows, layout.shard_tokens) for shape in shapes)
+    if not fits or k.shape[2] != v.shape[2] or q.shape[3] != k.shape[3]:
+        raise BatchError(
+            f"attend takes q [B, s, H, D], k [B, s, K, D] and v [B, s, K, Dv] with B = {rows} rows and s = "
+            f"{layout.shard_tokens} tokens, this rank's shard of {layout.length}; got {shapes[0]}, {shapes[1]} and "
+            f"{shapes[2]}."
+        )
+    if len({t.dtype for t in (q, k, v)}) > 1 or len({t.device for t in (q, k, v)}) > 1:
+        told = ", ".join(f"{t.dtype} on {t.device}" for t in (q, k, v))
+        raise BatchError(f"attend takes q, k and v of one dtype on one device, got {told}.")
 
 
 class _Attention(torch.autograd.Function):

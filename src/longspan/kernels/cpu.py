@@ -97,7 +97,7 @@ def _flash_backward(
     final: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, out, lse = final
-    dout_t, q_t, k_t, v_t, out_t = (x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out))
+    dout_t, q_t, k_t, v_t, out_t = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout_t, q_t, k_t, v_t, out_t, lse, 0.0, causal, scale=scale
     )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from longspan.attention.call import Call
 from longspan.errors import ModelError
 
 _TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1}
@@ -31,6 +29,11 @@ class Arguments:
     named: dict[str, Any]
     extra: dict[str, Any]
     context: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names that the layer hands on to its attention."""
+        return frozenset(self.extra)
 
     @classmethod
     def bind(
@@ -58,14 +61,10 @@ class Arguments:
             _refuse(name, key, value, hidden.shape[1])
         return hidden, cls(hidden_name, named, extra, context)
 
-    def run(
-        self, forward: Callable[..., Any], hidden: Tensor, start: int, stop: int, call: Call
-    ) -> Tensor:
-        """Run a layer on tokens `start` to `stop`, whose hidden states [B, t, d] are given."""
-        named = {key: _cut(key, value, start, stop) for key, value in self.named.items()}
-        extra = {key: _cut(key, value, start, stop) for key, value in self.extra.items() if key != self.context}
-        out = forward(**{self.hidden_name: hidden}, **named, **extra, **{self.context: call})
-        return out[0] if isinstance(out, tuple) else out
+    def tile(self, start: int, stop: int) -> dict[str, Any]:
+        """Return the keyword arguments for tokens `start` to `stop`, without hidden states and attention call."""
+        both = {**self.named, **self.extra}
+        return {key: _cut(key, value, start, stop) for key, value in both.items() if key != self.context}
 
 
 def _cut(name: str, value: Any, start: int, stop: int) -> Any:

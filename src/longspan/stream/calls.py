@@ -18,10 +18,12 @@ class StopLayer(Exception):
 class Capture:
     """Keep the tile's q, k and v and stop the layer."""
 
+    names: frozenset[str]
     request: Request | None = None
 
     def attention(self, request: Request) -> Tensor:
         """Record the call and stop."""
+        request.refuse_unknown(self.names)
         self.request = request
         raise StopLayer
 
@@ -49,8 +51,10 @@ class Answer(Protocol):
 class Compute:
     """Let `answer` compute the tile's attention."""
 
+    names: frozenset[str]
     answer: Answer
 
     def attention(self, request: Request) -> Tensor:
         """Hand the call to `answer`."""
+        request.refuse_unknown(self.names)
         return self.answer(request)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
-from longspan.attention.call import Call, Request
+from longspan.attention.call import Request
 from longspan.errors import ModelError
 from longspan.layout import Piece
 from longspan.stream.arguments import Arguments
-from longspan.stream.calls import Capture, Inject, StopLayer
-from longspan.tiling import Ambient, GradientSum, private_graph
+from longspan.stream.calls import Answer
+from longspan.stream.halves import Halves
+from longspan.stream.keep import Keep
+from longspan.stream.segment import Segment, State
+from longspan.tiling import Ambient, GradientSum, first_order, private_graph
 
 
 @dataclass(frozen=True)
@@ -25,32 +27,34 @@ class LayerRun:
     """One forward pass of a layer, remembered until its backward: how to run it on any of its tiles, as then.
 
     Args:
-        forward: the layer's own forward.
+        halves: the layer's code before and after its attention.
         draws: whether something in the layer draws random numbers; each tile then replays its own.
     """
 
-    forward: Callable[..., Any]
+    halves: Halves
     arguments: Arguments
     tiles: tuple[Piece, ...]
     draws: bool
     ambients: dict[int, Ambient] = field(default_factory=dict)
 
-    def tile(self, index: int, x: Tensor, call: Call) -> Tensor | None:
-        """Run the layer on a tile x [B, t, d] -> [B, t, d], or None if the call stopped it."""
-        at = self.tiles[index]
+    def through(self, index: int, x: Tensor, answer: Answer) -> Tensor:
+        """Run a tile x [B, t, d] in one go, with attention answered on the way -> [B, t, d]."""
         with self._ambient(index, x.device):
-            try:
-                return self.arguments.run(self.forward, x, at.start, at.stop, call)
-            except StopLayer:
-                return None
+            return self.halves.through(x, self._kwargs(index), self.arguments.names, answer)
 
-    def captured(self, index: int, x: Tensor) -> Request:
-        """Run the layer on a tile up to its attention call."""
-        call = Capture()
-        self.tile(index, x, call)
-        if call.request is None:
-            raise ModelError("A streamed layer ended without calling attention.")
-        return call.request
+    def before(self, index: int, x: Tensor) -> Request:
+        """Run a tile up to its attention call."""
+        with self._ambient(index, x.device):
+            return self.halves.before(x, self._kwargs(index), self.arguments.names)
+
+    def after(self, index: int, x: Tensor, out: Tensor) -> tuple[Tensor, Request | None]:
+        """Run a tile with its attention output [B, t, H, Dv] known -> [B, t, d], and the call if it was recorded."""
+        with self._ambient(index, x.device):
+            return self.halves.after(x, self._kwargs(index), out)
+
+    def _kwargs(self, index: int) -> dict[str, Any]:
+        at = self.tiles[index]
+        return self.arguments.tile(at.start, at.stop)
 
     def rewind(self) -> None:
         """Put the generators back where the first tile began, which then counts as not yet run.
@@ -83,11 +87,15 @@ class Mixing(ABC):
     run: LayerRun
 
     @abstractmethod
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        """Run the layer on x [B, s, d], fill y, and return the tensors that backward needs besides x."""
+    def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
+        """Run the layer on x [B, s, d] and fill y, or run it up to its attention; return what `keep` says besides x."""
 
     @abstractmethod
-    def backward(self, x: Tensor, kept: tuple[Tensor, ...], gradients: Gradients) -> None:
+    def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
+        """Fill y from what an earlier forward kept, its attention output included."""
+
+    @abstractmethod
+    def backward(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep, gradients: Gradients) -> None:
         """Add the layer's gradients to `gradients`."""
 
 
@@ -129,42 +137,83 @@ class Gradients:
         return tuple(grads[: len(more)])
 
 
-def inject(run: LayerRun, index: int, gradients: Gradients, out: Tensor) -> tuple[Tensor, Request, Tensor]:
+def inject(run: LayerRun, index: int, gradients: Gradients, out: Tensor) -> tuple[Tensor, Request | None, Tensor]:
     """Run a tile with its attention output known, and differentiate what follows attention.
 
     Args:
         out: [B, t, H, Dv] of this rank's tokens.
 
     Returns:
-        The gradient of `out`; the request with the graph of q, k and v; the leaf they were made from.
+        The gradient of `out`; the request with the graph of q, k and v if the tile ran in one go; the leaf of both.
     """
     at = run.tiles[index]
     leaf, known = gradients.leaf(at), out.detach().requires_grad_()
-    call = Inject(known)
-    y = run.tile(index, leaf, call)
-    assert y is not None and call.request is not None
-    (dout,) = gradients.add(at, leaf, [y], [gradients.dy[:, at.start : at.stop]], known, again=True)
-    return torch.zeros_like(known) if dout is None else dout, call.request, leaf
+    y, request = run.after(index, leaf, known)
+    dy = gradients.dy[:, at.start : at.stop]
+    (dout,) = gradients.add(at, leaf, [y], [dy], known, again=request is not None)
+    return torch.zeros_like(known) if dout is None else dout, request, leaf
+
+
+class SegmentSlot(Protocol):
+    """Holds the segment that the layers of one forward pass are in."""
+
+    segment: Segment | None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of one layer.
+
+    Args:
+        opens: whether the next layer keeps nothing, so that this one starts a segment.
+        slot: where the segment at hand is; a layer that opens one puts it there.
+    """
+
+    layer: nn.Module
+    mixing: Mixing
+    keep: Keep
+    opens: bool
+    slot: SegmentSlot
+
+    def remember(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> tuple[Segment, int] | None:
+        """Enter the layer into its segment; None if it belongs to none and keeps its own state."""
+        if self.opens:
+            self.slot.segment = Segment(State(x.detach(), kept, self.keep))
+        elif self.keep is not Keep.NONE:
+            return None
+        segment = self.slot.segment
+        if segment is None or not (self.opens or segment.follows(x)):
+            raise ModelError(
+                f"A {type(self.layer).__name__} that keeps nothing was not given what the layer before it returned, so "
+                "it cannot be rebuilt; let it keep its hidden states."
+            )
+        return segment, segment.add(self.layer, self.mixing, y)
 
 
 class StreamedLayer(torch.autograd.Function):
     """Runs a layer tile by tile; parameters are inputs, so that each gets its gradient once, after the last tile."""
 
     @staticmethod
-    def forward(ctx: Any, mixing: Mixing, keep: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Pass, differentiable: bool, x: Tensor, *parameters: Tensor) -> Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        kept = mixing.forward(x, y)
-        if keep:
-            ctx.mixing, ctx.parameters = mixing, parameters
-            ctx.save_for_backward(x, *kept)
+        kept = run.mixing.forward(x, y, run.keep)
+        if differentiable:
+            ctx.run, ctx.parameters, ctx.place = run, parameters, run.remember(x, kept, y)
+            ctx.save_for_backward(*((x, *kept) if ctx.place is None else ()))
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, *kept = ctx.saved_tensors
-        gradients = Gradients(x, dy, ctx.parameters, ctx.needs_input_grad[2])
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        run: Pass = ctx.run
+        if ctx.place is None:
+            x, *kept = ctx.saved_tensors
+            state = State(x, tuple(kept), run.keep)
+        else:
+            segment, position = ctx.place
+            state = segment.take(position)
+        gradients = Gradients(state.x, dy, ctx.parameters, ctx.needs_input_grad[2])
         with private_graph(ctx.parameters):
-            ctx.mixing.backward(x, tuple(kept), gradients)
+            run.mixing.backward(state.x, state.kept, state.keep, gradients)
         sums = (None if g is None else g.to(p.dtype) for g, p in zip(gradients.sums.sums, ctx.parameters, strict=True))
         return None, None, gradients.dx, *sums

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from longspan.errors import ConfigError
+
 
 class Keep(str, Enum):
     """From the most memory and least work to the least memory and most work.
@@ -13,12 +15,19 @@ class Keep(str, Enum):
     x_o_kv: hidden states, attention output and keys and values; the layer runs once more, its attention does not.
     x_o: hidden states and attention output; keys and values are projected again.
     x: hidden states; attention's forward runs again too.
+    none: nothing; the layer is rebuilt, attention included, from the nearest earlier layer that kept its hidden states.
     """
 
     GRAPH = "graph"
     X_O_KV = "x+O+KV"
     X_O = "x+O"
     X = "x"
+    NONE = "none"
+
+    @property
+    def has_out(self) -> bool:
+        """Whether the attention output is kept."""
+        return self in (Keep.X_O, Keep.X_O_KV)
 
 
 @dataclass(frozen=True)
@@ -28,14 +37,30 @@ class Memory:
     Args:
         tile_tokens: tokens of a rank per tile; None for one tile.
         keep: one decision for all layers, or one per layer.
+        compile: backend of torch.compile that the layers' halves run through; None runs them as they are.
     """
 
     tile_tokens: int | None = None
     keep: Keep | tuple[Keep, ...] = Keep.GRAPH
+    compile: str | None = None
 
     def of(self, layer: int) -> Keep:
-        """Return what a layer keeps."""
-        return self.keep if isinstance(self.keep, Keep) else self.keep[layer]
+        """Return what a layer keeps; graph beyond the last."""
+        if isinstance(self.keep, Keep):
+            return self.keep
+        return self.keep[layer] if layer < len(self.keep) else Keep.GRAPH
+
+    def __post_init__(self) -> None:
+        if self.tile_tokens is not None and self.tile_tokens < 1:
+            raise ConfigError(f"tile_tokens must be at least 1, got {self.tile_tokens}.")
+        before = Keep.GRAPH
+        for layer, keep in enumerate((self.keep,) if isinstance(self.keep, Keep) else self.keep):
+            if keep is Keep.NONE and before is Keep.GRAPH:
+                raise ConfigError(
+                    f"Layer {layer} keeps nothing, but the layer before it keeps no hidden states to rebuild it from: "
+                    "start each run of 'none' with 'x', 'x+O' or 'x+O+KV'."
+                )
+            before = keep
 
     @property
     def streams(self) -> bool:

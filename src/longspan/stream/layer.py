@@ -13,9 +13,12 @@ from longspan.attention.build import Attend
 from longspan.batch import Shard
 from longspan.errors import ModelError
 from longspan.stream.arguments import Arguments
-from longspan.stream.function import LayerRun, Mixing, StreamedLayer
+from longspan.stream.compiled import CompiledHalves, Compiler
+from longspan.stream.function import LayerRun, Mixing, Pass, StreamedLayer
+from longspan.stream.halves import Halves
 from longspan.stream.keep import Keep, Memory
 from longspan.stream.mixing import PrefixMixing, WholeMixing
+from longspan.stream.segment import Segment
 
 
 class StreamedCall(Protocol):
@@ -24,6 +27,8 @@ class StreamedCall(Protocol):
     shard: Shard
     attend: Attend
     memory: Memory
+    compiler: Compiler | None
+    segment: Segment | None
 
 
 class Streamed:
@@ -37,6 +42,7 @@ class Streamed:
         self.layer, self.index, self.name, self.context = layer, index, name, context
         self.original = layer.forward
         self.signature = inspect.signature(self.original)
+        self.halves = Halves(layer, self.original, next(iter(self.signature.parameters)), context)
         functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,16 +57,24 @@ class Streamed:
                     "lost. Call fully_shard on the decoder layer as a whole."
                 )
         x, arguments = Arguments.bind(self.name, self.signature, self.context, args, kwargs)
-        run = LayerRun(self.original, arguments, call.shard.tiles.local, self._draws())
+        run = LayerRun(self._halves(call), arguments, call.shard.tiles.local, self._draws())
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
-        mixing = self._mixing(run, call)
-        return StreamedLayer.apply(mixing, torch.is_grad_enabled(), x, *parameters)
+        keep = memory.of(self.index)
+        opens = keep is not Keep.NONE and memory.of(self.index + 1) is Keep.NONE
+        return StreamedLayer.apply(
+            Pass(self.layer, self._mixing(run, call), keep, opens, call), torch.is_grad_enabled(), x, *parameters
+        )
+
+    def _halves(self, call: StreamedCall) -> Halves:
+        if call.compiler is None or self._draws():
+            return self.halves
+        tiles = call.shard.tiles.local
+        return CompiledHalves(self.halves, call.compiler, len(tiles[0]))
 
     def _mixing(self, run: LayerRun, call: StreamedCall) -> Mixing:
-        keep = call.memory.of(self.index)
         if call.shard.layout.ring == 1:
-            return PrefixMixing(run, call.attend, call.shard.tiles, call.shard.layout.length, keep)
-        return WholeMixing(run, call.attend, call.shard.schedule, keep)
+            return PrefixMixing(run, call.attend, call.shard.tiles, call.shard.layout.length)
+        return WholeMixing(run, call.attend, call.shard.schedule)
 
     def _draws(self) -> bool:
         """Whether a module of the layer may draw random numbers in this pass."""

@@ -23,6 +23,7 @@ from longspan.integrations.transformers.rope import Rotary
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
 from longspan.plan.plan import Plan
+from longspan.stream.compiled import Compiler
 from longspan.stream.keep import Memory
 from longspan.stream.layer import Streamed
 
@@ -49,6 +50,7 @@ class Applied:
         self.parts = parts
         self.model: PreTrainedModel = parts.model
         self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, memory
+        self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
         self.call: ForwardCall | None = None
         self.bypassed = False

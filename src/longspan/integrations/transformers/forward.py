@@ -16,7 +16,9 @@ from longspan.attention.call import Request
 from longspan.batch import CONTEXT, Shard
 from longspan.errors import BatchError, ModelError
 from longspan.loss import Head, tiled_loss, token_logps
+from longspan.stream.compiled import Compiler
 from longspan.stream.keep import Memory
+from longspan.stream.segment import Segment
 
 if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
@@ -29,20 +31,23 @@ class ForwardCall:
     """What one forward pass carries: to the attention of its layers, and to the head and the rotary embeddings.
 
     Args:
-        memory: how the layers run.
+        memory, compiler: how the layers run.
         names: keyword arguments of the caller, which models hand on to attention.
         shift_labels: [B, s] targets of this rank's tokens, or None.
         output: what the head is to make of its hidden states.
         results: what it made.
+        segment: of the layers that are rebuilt together, the one at hand.
     """
 
     shard: Shard
     attend: Attend
     memory: Memory
+    compiler: Compiler | None
     names: frozenset[str]
     shift_labels: Tensor | None
     output: Output
     results: tuple[Tensor, ...] = ()
+    segment: Segment | None = None
 
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
@@ -126,7 +131,7 @@ class Forward:
                 "prepare(..., logits=True)."
             )
         names = frozenset(kwargs) | frozenset(shard.passed)
-        return ForwardCall(shard, applied.attend, applied.memory, names, labels, output)
+        return ForwardCall(shard, applied.attend, applied.memory, applied.compiler, names, labels, output)
 
 
 OUTPUT = "longspan_output"

@@ -1,0 +1,129 @@
+"""Seconds per optimizer step and peak memory of full fine-tuning at long sequences.
+
+    torchrun --nproc-per-node 2 benchmarks/step.py --model llama-8b --seq 32768 131072 --tile 16384 --keep x+O+KV
+
+Random weights and tokens, fp32 AdamW, FSDP2 with bf16 compute, micro-batch 1: the work that peers are measured on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import longspan
+from longspan.engines.fsdp import FullyShardedDataParallel
+from longspan.integrations.presets import preset_config
+from longspan.stream.keep import Keep, Memory
+
+
+def build(options: argparse.Namespace) -> tuple[torch.nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    config = preset_config(options.model, max_position_embeddings=1 << 24)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model.float().train()
+    if options.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
+    keeps = [Keep(k) for k in options.keep.split(",")]
+    count = config.num_hidden_layers
+    keep = tuple((keeps + [keeps[-1]] * count)[:count]) if len(keeps) > 1 else keeps[0]
+    handle = longspan.prepare(
+        model,
+        dist.get_world_size(),
+        ulysses_degree=options.ulysses,
+        ring_degree=options.ring,
+        kernel=options.kernel,
+        memory=Memory(options.tile, keep),
+    )
+    engine = FullyShardedDataParallel(torch.bfloat16)
+    return engine.wrap(model, handle), handle, engine
+
+
+def one_step(model: torch.nn.Module, handle: Any, engine: Any, optimizer: Any, ids: torch.Tensor) -> float:
+    part = handle.shard({"input_ids": ids, "labels": ids.clone()})
+    with engine.accumulating(last=True):
+        loss = model(**part).loss
+        loss.backward()
+    engine.reduce()
+    engine.clip_grad_norm(1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def profiled(work: Any, rank: int) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
+        work()
+        torch.cuda.synchronize()
+    if rank == 0:
+        rows = [(e.self_device_time_total / 1e6, e.count, e.key[:100]) for e in prof.key_averages()]
+        rows = sorted((r for r in rows if r[0] > 0 and not r[2].startswith("aten::")), reverse=True)
+        for seconds, count, key in rows[:30]:
+            print(f"{seconds:8.3f}s {count:6d} {key}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="llama-8b")
+    parser.add_argument("--seq", type=int, nargs="+", default=[32768])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tile", type=int, default=16384)
+    parser.add_argument("--keep", default="x+O+KV", help="one decision, or one per layer separated by commas")
+    parser.add_argument("--ulysses", type=int)
+    parser.add_argument("--ring", type=int)
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--liger", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    model, handle, engine = build(options)
+    torch.cuda.empty_cache()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    rows = []
+    for tokens in options.seq:
+        for step in range(options.steps):
+            generator = torch.Generator().manual_seed(step)
+            ids = torch.randint(32000, (1, tokens), generator=generator).cuda()
+            torch.cuda.reset_peak_memory_stats()
+            dist.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            loss = one_step(model, handle, engine, optimizer, ids)
+            torch.cuda.synchronize()
+            row = {
+                "tokens": tokens,
+                "step": step,
+                "step_s": round(time.perf_counter() - start, 4),
+                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+                "loss": round(loss, 4),
+            }
+            rows.append(row)
+            if rank == 0:
+                print("STEP", options.keep[:12], f"tile={options.tile} liger={options.liger}", row, flush=True)
+        if options.profile:
+            profiled(lambda ids=ids: one_step(model, handle, engine, optimizer, ids), rank)
+    if rank == 0 and options.out:
+        about = {"gpu": torch.cuda.get_device_name(), "gpus": dist.get_world_size(), "torch": torch.__version__}
+        about |= {"commit": options.commit, "date": time.strftime("%Y-%m-%d"), "options": vars(options)}
+        with open(options.out, "w") as file:
+            json.dump(about | {"plan": handle.plan.to_json(), "rows": rows}, file, indent=1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A layer's code before and after its attention call, by letting the call stop the layer or be answered."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from longspan.attention.call import Call, Request
+from longspan.errors import ModelError
+from longspan.stream.calls import Answer, Capture, Compute, Inject, StopLayer
+
+
+class Halves:
+    """The unmodified forward of a decoder layer, seen as what comes before its attention and what comes after.
+
+    Args:
+        layer: the layer; `forward` its own forward, before it was replaced.
+        hidden_name: name of its first parameter.
+        context: name of the keyword argument that carries the attention call.
+    """
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., Any], hidden_name: str, context: str) -> None:
+        self.layer, self.hidden_name, self.context = layer, hidden_name, context
+        bound = isinstance(forward, types.MethodType) and forward.__self__ is layer
+        self.code: Callable[..., Any] = forward.__func__ if bound else _without_layer(forward)
+
+    def through(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer) -> Tensor:
+        """Run the layer on a tile in one go, with `answer` computing its attention."""
+        return self.whole(x, kwargs, Compute(names, answer))
+
+    def whole(self, x: Tensor, kwargs: dict[str, Any], call: Call) -> Tensor:
+        """Run the layer on a tile with `call` answering its attention."""
+        return _run(self.code, self.layer, {self.hidden_name: x, **kwargs, self.context: call})
+
+    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str]) -> Request:
+        """Run the layer on a tile up to its attention call."""
+        capture = Capture(names)
+        try:
+            self.whole(x, kwargs, capture)
+        except StopLayer:
+            pass
+        if capture.request is None:
+            raise ModelError(f"{type(self.layer).__name__} ended without calling attention.")
+        return capture.request
+
+    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None]:
+        """Run the layer on a tile whose attention output is known -> [B, t, d], and the call with its q, k and v."""
+        inject = Inject(out)
+        y = self.whole(x, kwargs, inject)
+        if inject.request is None:
+            raise ModelError(f"{type(self.layer).__name__} ended without calling attention.")
+        return y, inject.request
+
+
+def _run(code: Callable[..., Any], layer: nn.Module, kwargs: dict[str, Any]) -> Tensor:
+    out = code(layer, **kwargs)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _without_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a forward that was set on the instance the shape of a class's function."""
+    return lambda layer, **kwargs: forward(**kwargs)
