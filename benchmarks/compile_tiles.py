@@ -25,7 +25,7 @@ from longspan.stream.calls import Capture, Inject, StopLayer
 
 
 def before(layer: torch.nn.Module, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    call = Capture()
+    call = Capture(frozenset())
     try:
         type(layer).forward(layer, x, **kwargs, **{CONTEXT: call})
     except StopLayer:

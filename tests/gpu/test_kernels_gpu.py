@@ -110,7 +110,7 @@ def kernel_for(name: str, given: Operands, block: Block) -> Kernel:
         pytest.skip(f"{name}: {why}")
     q, k, v, _ = given
     request = asked(q, k, v, block)
-    if name == "cudnn" and (request.varlen or request.bottom_right or request.head_dim > 128):
+    if name == "cudnn" and (request.varlen or request.bottom_right or request.head_dim > 128 or request.single):
         pytest.skip("cudnn does not do such calls")
     return pick(name, request)
 

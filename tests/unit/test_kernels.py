@@ -242,4 +242,5 @@ def test_a_call_is_described_as_a_request() -> None:
     assert asked(k, k, v, Block(True)) == plain
     assert asked(q, k, v, packed(True, (1, 2), (2, 3))) == replace(plain, varlen=True, bottom_right=True)
     assert asked(k, k, v, packed(True, (2, 3))) == replace(plain, varlen=True)
+    assert asked(q[:, :1], k, v, Block(False)) == replace(plain, single=True)
     assert str(replace(plain, varlen=True)) == "float32, head_dim 8 (values 4), on cpu, packed documents"

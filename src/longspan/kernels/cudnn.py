@@ -14,7 +14,7 @@ class Cudnn:
     """`aten::_scaled_dot_product_cudnn_attention` and its backward.
 
     Only calls whose meaning every cuDNN version agrees on: without a mask, or causal with as many keys as queries.
-    Packed calls would build a new graph each time.
+    Packed calls would build a new graph each time. Calls of one token failed or hung with cuDNN 9.19 on an H200.
 
     Source: `aten/src/ATen/native/cudnn/MHA.cpp` of PyTorch: backward up to head_dim 128; the log-sum-exp is
     [B, H, S, 1]; dout must have out's strides; seed and offset are read only when there is dropout.
@@ -39,6 +39,8 @@ class Cudnn:
             return "it does not take packed documents"
         if request.bottom_right:
             return "it is causal only with as many keys as queries"
+        if request.single:
+            return "with one query or key it fails or does not return"
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ class Request:
         head_dim: of queries and keys; v_head_dim: of values.
         varlen: several segments per call.
         bottom_right: causal calls with more keys than queries, where the last query sees the last key.
+        single: calls of one query or one key.
     """
 
     device: torch.device
@@ -28,6 +29,7 @@ class Request:
     v_head_dim: int
     varlen: bool = False
     bottom_right: bool = False
+    single: bool = False
 
     def __str__(self) -> str:
         dims = f"head_dim {self.head_dim}"
@@ -35,6 +37,7 @@ class Request:
             dims += f" (values {self.v_head_dim})"
         words = [str(self.dtype).removeprefix("torch."), dims, f"on {self.device.type}"]
         words += ["packed documents"] * self.varlen + ["causal with more keys than queries"] * self.bottom_right
+        words += ["one token"] * self.single
         return ", ".join(words)
 
 
@@ -95,7 +98,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def asked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Request:
     """Describe a call as a request."""
     more_keys = block.cu_q != block.cu_k if block.varlen else q.shape[1] != k.shape[1]
-    return Request(q.device, q.dtype, q.shape[-1], v.shape[-1], block.varlen, block.causal and more_keys)
+    single = min(q.shape[1], k.shape[1]) == 1
+    return Request(q.device, q.dtype, q.shape[-1], v.shape[-1], block.varlen, block.causal and more_keys, single)
 
 
 def check(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
