@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from pool import RunRanks, open_pool
 
 torch.set_num_threads(1)
 
@@ -14,3 +17,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
         if count < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' * (needed > 1)}, found {count}"))
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[RunRanks]:
+    """Run a function on `world` processes: run_ranks(world, fn, *args) -> what each rank returned."""
+    with open_pool() as run:
+        yield run

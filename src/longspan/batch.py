@@ -105,6 +105,7 @@ def shard_batch(
     passed = []
     labels = _shifted_labels(batch, documents, rows, length)
     known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, "use_cache"}
+    _check_token_fields(batch, token_fields)
     for name, value in batch.items():
         if name in token_fields or name in _TOKEN_FIELDS:
             part[name] = cut(_aligned(name, value, rows, length), layout, mesh.sequence.rank)
@@ -169,6 +170,14 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
     return tokens
 
 
+def _check_token_fields(batch: Mapping[str, Any], token_fields: Sequence[str]) -> None:
+    for name in token_fields:
+        if name not in batch:
+            raise BatchError(f"token_fields names '{name}', which the batch does not have; it has {sorted(batch)}.")
+        if name in (*_LABEL_FIELDS, *DOCUMENT_FIELDS, "use_cache"):
+            raise BatchError(f"token_fields names '{name}', which is cut without being named; leave it out.")
+
+
 def _aligned(name: str, value: Any, rows: int, length: int) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[:2] != (rows, length):
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -201,7 +210,8 @@ def _shifted_labels(batch: Mapping[str, Any], documents: Documents, rows: int, l
     if labels is not None and shifted is not None:
         raise BatchError("A batch holds labels or shift_labels, not both.")
     if shifted is not None:
-        return _aligned("shift_labels", shifted, rows, length)
+        documents.refuse_labels_on_padding(_aligned("shift_labels", shifted, rows, length), IGNORE_INDEX)
+        return shifted
     labels = _aligned("labels", labels, rows, length)
     documents.refuse_labels_on_padding(labels, IGNORE_INDEX)
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)

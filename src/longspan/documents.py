@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class Documents:
         starts: first tokens of each row's documents; None when each row is one document.
         positions: position ids [B, S] on the host, or None when each row counts from 0.
         lengths: real tokens of each row; None when nothing is padded.
+        max_position: largest position id of the batch as it was given; padding counts only if the batch numbers it.
     """
 
     tokens: int
@@ -42,6 +43,7 @@ class Documents:
     positions: Tensor | None
     lengths: tuple[int, ...] | None
     rows: int
+    max_position: int
 
     @classmethod
     def find(cls, batch: Mapping[str, Any], rows: int, tokens: int) -> Documents:
@@ -54,35 +56,32 @@ class Documents:
         """
         numbered, lengths = _read_mask(batch.get("attention_mask"), rows, tokens)
         positions = _read_positions(batch.get("position_ids"), rows, tokens)
+        largest = tokens - 1 if positions is None else int(positions.max())
         if positions is not None:
             positions, lengths = _continue_padding(positions, lengths)
+        real = [tokens] * rows if lengths is None else lengths
         sources = {
             "cu_seqlens": _read_borders(batch, rows, tokens),
             "attention_mask": numbered,
-            "seq_idx": _read_numbers(batch.get("seq_idx"), rows, tokens),
+            "seq_idx": _read_numbers(batch.get("seq_idx"), real, tokens),
             "position_ids": None if positions is None else _restarts(positions),
         }
         given = {name: starts for name, starts in sources.items() if starts is not None}
-        starts = _agreed(given, rows)
+        starts = _agreed(given, real)
         if starts is not None and positions is None:
             positions = _count_from(starts, tokens)
-        return cls(tokens, starts if starts and any(len(s) > 1 for s in starts) else None, positions, lengths, rows)
-
-    @property
-    def max_position(self) -> int:
-        """Largest position id of the batch as it was given."""
-        if self.positions is None:
-            return self.tokens - 1
-        return int(self.positions.max())
+            largest = int(positions.max())
+        packed = starts if starts and any(len(s) > 1 for s in starts) else None
+        return cls(tokens, packed, positions, lengths, rows, largest)
 
     def cut_positions(self, layout: Layout, rank: int) -> Tensor:
-        """Return the position ids of a rank's tokens, [B, S/sp]; the layout's padding repeats the last position."""
+        """Return the position ids of a rank's tokens, [B, S/sp]; padding never goes beyond `max_position`."""
         pieces = layout.pieces(rank)
         if self.positions is None:
             row = torch.cat([torch.arange(p.start, p.stop) for p in pieces])
             return row.clamp(max=self.tokens - 1).expand(self.rows, -1).contiguous()
         tail = self.positions[:, -1:].expand(-1, layout.length - self.tokens)
-        full = torch.cat([self.positions, tail], 1)
+        full = torch.cat([self.positions, tail], 1).clamp(max=self.max_position)
         return torch.cat([full[:, p.start : p.stop] for p in pieces], 1)
 
     def last_tokens(self) -> tuple[Tensor, Tensor]:
@@ -115,6 +114,11 @@ def _read_mask(mask: Any, rows: int, tokens: int) -> tuple[Starts | None, tuple[
             "describe documents by cu_seqlens or by position_ids that restart."
         )
     host = mask.to("cpu", torch.long)
+    if int(host.min()) < 0 or not torch.equal(host.to(mask.dtype), mask.to("cpu")):
+        raise BatchError(
+            "attention_mask must hold 1 for tokens and 0 for padding, or integers that number the documents; it has "
+            "other values."
+        )
     real = host != 0
     lengths = real.sum(1)
     if not torch.equal(real, torch.arange(tokens) < lengths[:, None]):
@@ -126,25 +130,34 @@ def _read_mask(mask: Any, rows: int, tokens: int) -> tuple[Starts | None, tuple[
     if int(lengths.min()) == 0:
         raise BatchError(f"Row {int(lengths.argmin())} of attention_mask holds no token; drop that row.")
     padded = None if int(lengths.min()) == tokens else tuple(lengths.tolist())
-    return (_changes(host, lengths.tolist()) if int(host.max()) > 1 else None), padded
+    return (_changes("attention_mask", host, lengths.tolist()) if int(host.max()) > 1 else None), padded
 
 
-def _read_numbers(numbers: Any, rows: int, tokens: int) -> Starts | None:
+def _read_numbers(numbers: Any, lengths: Sequence[int], tokens: int) -> Starts | None:
     """Return documents from seq_idx, which numbers the document of each token."""
     if numbers is None:
         return None
+    rows = len(lengths)
     if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (rows, tokens):
         shape = list(numbers.shape) if isinstance(numbers, Tensor) else type(numbers).__name__
         raise BatchError(f"seq_idx must be [{rows}, {tokens}], got {shape}.")
-    return _changes(numbers.to("cpu", torch.long), [tokens] * rows)
+    return _changes("seq_idx", numbers.to("cpu", torch.long), lengths)
 
 
-def _changes(numbers: Tensor, lengths: list[int]) -> Starts:
-    moved = numbers[:, 1:] != numbers[:, :-1]
-    return tuple(
-        (0, *(i for i in (moved[row].nonzero().flatten() + 1).tolist() if i < lengths[row]))
-        for row in range(len(lengths))
-    )
+def _changes(name: str, numbers: Tensor, lengths: Sequence[int]) -> Starts:
+    """Return where the number of a row changes, up to its length; no number may come back after another."""
+    starts = []
+    for row, length in zip(numbers, lengths, strict=True):
+        firsts = [0, *((row[1:length] != row[: length - 1]).nonzero().flatten() + 1).tolist()]
+        told = row[firsts].tolist()
+        if len(set(told)) < len(told):
+            again = next(n for i, n in enumerate(told) if n in told[:i])
+            raise BatchError(
+                f"Row {len(starts)}: {name} gives tokens that are apart the same document number {again}; the tokens of a "
+                "document must follow each other."
+            )
+        starts.append(tuple(firsts))
+    return tuple(starts)
 
 
 def _read_positions(positions: Any, rows: int, tokens: int) -> Tensor | None:
@@ -153,6 +166,8 @@ def _read_positions(positions: Any, rows: int, tokens: int) -> Tensor | None:
     if not isinstance(positions, Tensor) or tuple(positions.shape) not in {(rows, tokens), (1, tokens), (tokens,)}:
         shape = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
         raise BatchError(f"position_ids must be [{rows}, {tokens}], [1, {tokens}] or [{tokens}], got {shape}.")
+    if positions.is_floating_point():
+        raise BatchError(f"position_ids must be integers, got {positions.dtype}.")
     return positions.to("cpu", torch.long).reshape(-1, tokens).expand(rows, tokens)
 
 
@@ -185,7 +200,7 @@ def _read_borders(batch: Mapping[str, Any], rows: int, tokens: int) -> Starts | 
     found = {name: batch[name] for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k") if batch.get(name) is not None}
     if not found:
         return None
-    lists = {name: torch.as_tensor(value).flatten().tolist() for name, value in found.items()}
+    lists = {name: _integers(name, value) for name, value in found.items()}
     name, borders = next(iter(lists.items()))
     if any(other != borders for other in lists.values()):
         raise BatchError(f"{' and '.join(lists)} describe different documents; pass one of them.")
@@ -203,13 +218,28 @@ def _read_borders(batch: Mapping[str, Any], rows: int, tokens: int) -> Starts | 
     )
 
 
-def _agreed(given: dict[str, Starts], rows: int) -> Starts | None:
-    """Return the one description that all sources share."""
+def _integers(name: str, value: Any) -> list[int]:
+    """Read a list of integers, or a tensor of them."""
+    try:
+        numbers = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(f"{name} must be a list or tensor of integers, got {type(value).__name__}: {error}.") from None
+    if numbers.is_floating_point() and numbers.numel():
+        raise BatchError(f"{name} must be a list or tensor of integers, got {numbers.dtype}.")
+    return numbers.flatten().tolist()
+
+
+def _agreed(given: dict[str, Starts], lengths: Sequence[int]) -> Starts | None:
+    """Return the one description that all sources share; what they say about padding does not count."""
     if not given:
         return None
-    (first, starts), *others = given.items()
+    real = {
+        name: tuple(tuple(s for s in row if s < length) for row, length in zip(starts, lengths, strict=True))
+        for name, starts in given.items()
+    }
+    (first, starts), *others = real.items()
     for name, other in others:
-        for row in range(rows):
+        for row in range(len(lengths)):
             if starts[row] != other[row]:
                 raise BatchError(
                     f"Row {row}: {first} puts documents at {list(starts[row][:5])}, {name} at {list(other[row][:5])}. "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.batch import CONTEXT
-from longspan.errors import BatchError
+from longspan.errors import BatchError, LongspanError
 from longspan.mesh import Axis, Mesh
 
 Part = dict[str, Any]
@@ -32,9 +32,10 @@ class ShardedLoader:
         accumulation: micro-batches per optimizer step.
 
     Raises:
-        BatchError: sequence-parallel ranks read different batches.
+        BatchError: sequence-parallel ranks read different batches, or a batch cannot be sharded; on every rank, so that
+            no data rank waits for one that has stopped.
 
-    Cost: two small all-reduces per group.
+    Cost: three small all-reduces per group.
     """
 
     def __init__(
@@ -64,15 +65,22 @@ class ShardedLoader:
             if not self._all_full(len(group) == self.accumulation):
                 self.dropped = len(group)
                 return
-            self._same_batches(group)
-            parts = [self.shard(batch) for batch in group]
-            items = self._targets(parts)
+            parts, items = self._cut(group)
             for part in parts:
                 self.consumed += 1
                 yield part | {CONTEXT: replace(part[CONTEXT], num_items=items)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where iteration stands; the inner loader's own state comes first if it keeps one."""
+        """Return where iteration stands; the inner loader's own state comes first if it keeps one.
+
+        Raises:
+            BatchError: in the middle of a group, from which iteration cannot be continued.
+        """
+        begun = self.consumed % self.accumulation
+        if begun:
+            raise BatchError(
+                f"{begun} of {self.accumulation} micro-batches of an optimizer step are taken; save between steps."
+            )
         inner = getattr(self.batches, "state_dict", None)
         return {"inner": inner()} if inner else {"consumed": self.consumed}
 
@@ -87,22 +95,36 @@ class ShardedLoader:
         flag = torch.tensor([int(full)], device=self.mesh.device_type)
         return bool(_reduce(flag, self.mesh.world, dist.ReduceOp.MIN))
 
-    def _same_batches(self, group: list[Mapping[str, Any]]) -> None:
-        """Raise on all ranks of a sequence-parallel group if they read different batches."""
+    def _cut(self, group: list[Mapping[str, Any]]) -> tuple[list[Part], int | Tensor]:
+        """Return the parts of a group and the targets of the step; if one data rank cannot, all ranks raise."""
+        parts, problem = [], self._difference(group)
+        if problem is None:
+            try:
+                parts = [self.shard(batch) for batch in group]
+            except LongspanError as error:
+                problem = error
+        counts = torch.tensor([0, int(problem is not None)], device=self.mesh.device_type)
+        for part in parts:
+            counts[0] += part[CONTEXT].targets
+        total, problems = _reduce(counts, self.mesh.data, dist.ReduceOp.SUM)
+        if problem is not None:
+            raise problem
+        if int(problems):
+            raise BatchError(f"{int(problems)} data-parallel ranks could not shard their batch; their errors say why.")
+        return parts, total if total.is_cuda else int(total)
+
+    def _difference(self, group: list[Mapping[str, Any]]) -> BatchError | None:
+        """Return an error on all ranks of a sequence-parallel group if they read different batches."""
         digest = int.from_bytes(_digest(group)[:7], "big")
         pair = torch.tensor([digest, -digest], device=self.mesh.device_type)
         low = _reduce(pair, self.mesh.sequence, dist.ReduceOp.MIN)
-        if int(low[0]) != -int(low[1]):
-            raise BatchError(
-                f"The {self.mesh.sequence.size} sequence-parallel ranks read different batches (batch "
-                f"{self.consumed}). Give them the same data order: seed the sampler alike, and let a "
-                "DistributedSampler count data-parallel ranks only (handle.mesh.data)."
-            )
-
-    def _targets(self, parts: list[Part]) -> int | Tensor:
-        counts = torch.stack([torch.as_tensor(part[CONTEXT].targets) for part in parts]).sum().view(1)
-        total = _reduce(counts.to(self.mesh.device_type), self.mesh.data, dist.ReduceOp.SUM)[0]
-        return total if total.is_cuda else int(total)
+        if int(low[0]) == -int(low[1]):
+            return None
+        return BatchError(
+            f"The {self.mesh.sequence.size} sequence-parallel ranks read different batches (batch {self.consumed}). "
+            "Give them the same data order: seed the sampler alike, and let a DistributedSampler count data-parallel "
+            "ranks only (handle.mesh.data)."
+        )
 
 
 def _reduce(value: Tensor, axis: Axis, op: Any) -> Tensor:
@@ -120,5 +142,5 @@ def _digest(group: list[Mapping[str, Any]]) -> bytes:
             digest.update(name.encode())
             if isinstance(value, Tensor):
                 digest.update(str(tuple(value.shape)).encode())
-                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else b"")
+                digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.digest()

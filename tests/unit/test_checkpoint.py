@@ -12,6 +12,10 @@ from longspan.errors import ConfigError, TrainingError
 from longspan.train.checkpoint import check_output, clear_output, full_state, write_folder
 
 
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
 def test_output_folders(tmp_path: Path) -> None:
     check_output(tmp_path / "new" / "deep", overwrite=False)
     assert not (tmp_path / "new").exists()
@@ -36,17 +40,17 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "out" / "model"
-    write_folder(folder, lambda path: (path / "a").write_text("1") and None)
+    write_folder(folder, lambda path: write(path / "a", "1"))
     assert (folder / "a").read_text() == "1"
 
     def full_disk(path: Path) -> None:
-        (path / "a").write_text("2")
+        write(path / "a", "2")
         raise OSError("No space left on device")
 
     with pytest.raises(TrainingError, match="No space left"):
         write_folder(folder, full_disk)
     assert (folder / "a").read_text() == "1"
-    write_folder(folder, lambda path: (path / "b").write_text("3") and None)
+    write_folder(folder, lambda path: write(path / "b", "3"))
     assert [path.name for path in folder.iterdir()] == ["b"]
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 

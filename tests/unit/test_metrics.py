@@ -6,6 +6,7 @@ import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_byte
 from longspan.train.progress import Progress, describe, duration
 from longspan.train.schedule import learning_rate
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -64,11 +65,17 @@ def test_work_of_a_dense_model(tied: bool) -> None:
     work = build(LlamaConfig(**SMALL, tie_word_embeddings=tied))
     layer = 32 * 64 * 2 + 32 * 32 * 2 + 3 * 32 * 48
     assert work == Work(parameters=2 * layer + 32 * 50, attention_width=2 * 4 * 32)
+    assert work is not None
     assert work.flops([10, 20]) == 6 * work.parameters * 30 + 3 * work.attention_width * (100 + 400)
 
 
 def test_work_counts_chosen_experts_only() -> None:
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    experts: dict[str, Any] = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+    }
     work = build(Qwen3MoeConfig(**SMALL, **experts, mlp_only_layers=[], tie_word_embeddings=False))
     assert work is not None
     layer = 32 * 64 * 2 + 32 * 32 * 2 + 32 * 8 + 2 * 3 * 32 * 16

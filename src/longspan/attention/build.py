@@ -39,7 +39,8 @@ class Attend:
         Returns:
             [B, S/sp, H, Dv], q's dtype, differentiable once.
 
-        Cost: forward and backward each one all-to-all of q, k, v and one of out, and the ring's shifts.
+        Cost: forward one all-to-all of q, k, v and one of out, backward one of dout and one of dq, dk, dv, each once
+            per interleaved part; and the ring's shifts.
         """
         return _Attention.apply(q, k, v, self, schedule, scale)  # type: ignore[no-any-return]
 

@@ -74,7 +74,9 @@ class Ulysses:
     def expand(self, kv: Tensor) -> Tensor:
         """Repeat KV heads, one per query head, where the query heads of this rank do not share them evenly."""
         used = self.split.expansion(self.axis.rank)
-        return kv if used is None else kv[:, :, used]
+        if used is None:
+            return kv
+        return torch.stack([kv[:, :, i] for i in used], 2)  # an index tensor would be copied from the host each time
 
     def contract(self, dkv: Tensor) -> Tensor:
         """Undo `expand` for a gradient."""

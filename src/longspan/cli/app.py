@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from longspan.cli.check import check
 from longspan.cli.doctor import doctor
 from longspan.cli.train import train
 from longspan.errors import LongspanError
@@ -18,13 +19,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(check)
 app.command()(doctor)
 
 
-def main() -> None:
-    """Run the command line. Exit 2: a setting, the data or the topology cannot be used; 1: the run failed."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Exit 2: a setting, the data or the topology cannot be used; 1: the run failed.
+
+    Args:
+        arguments: without the program's name; None for those of the process.
+    """
     try:
-        app()
+        app(arguments)
     except LongspanError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
-import time
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from longspan.cli import failures
 from longspan.config import RunConfig
 from longspan.errors import ConfigError, LongspanError, TrainingError
 from longspan.train.data import Corpus
 from longspan.train.loop import train
 from longspan.train.preflight import preflight
 from longspan.train.progress import Progress
+
+_PRELOADED = ["longspan.cli.launch"]
+"""What is imported once, in the process that the others are forked from."""
 
 
 @dataclass(frozen=True)
@@ -93,23 +96,22 @@ def _launch(job: Job, processes: int) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.2,
-        start_method="spawn",
+        start_method="forkserver",
     )
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     logging.disable(logging.CRITICAL)  # the launcher's account of a failure; ours is printed instead
     try:
         elastic_launch(launch, _process)(job)
-    except ChildFailedError as error:
-        raise _first_error(Path(job.errors), error) from None
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        silent = TrainingError(
+            f"Process {rank} ended with exit code {failure.exitcode} and said nothing; was it killed?"
+        )
+        raise failures.first(Path(job.errors)) or silent from None
+    except SignalException as stopped:
+        raise TrainingError(f"Stopped by {stopped.sigval.name}; its processes have ended.") from None
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _first_error(folder: Path, failed: ChildFailedError) -> LongspanError:
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")]
-    if reports:
-        return TrainingError(min(reports, key=lambda report: report["time_s"])["text"])
-    rank, failure = failed.get_first_failure()
-    return TrainingError(f"Process {rank} ended with exit code {failure.exitcode} and said nothing; was it killed?")
 
 
 def _process(job: Job) -> None:
@@ -118,12 +120,7 @@ def _process(job: Job) -> None:
         stream = sys.stderr if job.to_stderr else sys.stdout
         _train_as_rank(config, Corpus.load(job.corpus), stream)
     except Exception as error:
-        text = str(error) if isinstance(error, LongspanError) else traceback.format_exc()
-        rank = os.environ["RANK"]
-        report = json.dumps({"time_s": time.time(), "text": text})
-        (Path(job.errors) / f"error-{rank}.json").write_text(report, encoding="utf-8")
-        sys.stdout.flush()
-        os._exit(1)  # at once: waiting for the other ranks' collectives could take until their time-out
+        failures.leave(Path(job.errors), int(os.environ["RANK"]), error)
 
 
 def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:

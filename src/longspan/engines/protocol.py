@@ -25,7 +25,7 @@ class Prepared(Protocol):
         ...
 
     @property
-    def layers(self) -> Sequence[nn.Module]:
+    def layers(self) -> Iterable[nn.Module]:
         """The decoder layers of the trunk."""
         ...
 

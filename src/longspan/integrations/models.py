@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from longspan.config import ModelConfig
 from longspan.errors import ConfigError
@@ -28,23 +31,16 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
                 f"model.name: {model.name} is a preset, which has no weights to load. Set model.init: random, or give "
                 "a folder or hub id."
             )
-        config = preset_config(model.name)
-    else:
-        config = _read_config(model.name)
+        return _checked(lambda: preset_config(model.name, **model.overrides), model)
+    config = _read_config(model.name)
     fields = config.to_dict()
-    for name, value in model.overrides.items():
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"model.overrides: {type(config).__name__} has no field {name!r}.{hint}")
-        fields[name] = value
+    for name in model.overrides.keys() - fields.keys():
+        near = difflib.get_close_matches(name, fields, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"model.overrides: {type(config).__name__} has no field {name!r}.{hint}")
     if not model.overrides:
         return config
-    try:
-        return type(config).from_dict(_with_derived(fields, config, model.overrides))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model.overrides {model.overrides} do not fit {type(config).__name__}: {reason}.") from None
+    return _checked(lambda: type(config).from_dict(_with_derived(config, model.overrides)), model)
 
 
 def build_model(model: ModelConfig, seed: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
@@ -69,7 +65,7 @@ def build_model(model: ModelConfig, seed: int, tokenizer: PreTrainedTokenizerBas
         return AutoModelForCausalLM.from_pretrained(
             model.name, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"model.name: cannot load {model.name!r}: {_first_line(error)}") from None
 
 
@@ -102,25 +98,43 @@ def write_pretrained(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, state: dict[str, Tensor]
 ) -> None:
     """Write weights (safetensors), config and tokenizer so that `from_pretrained(folder)` reads them."""
-    model.save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _read_config(name: str) -> PretrainedConfig:
+    near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.8)
+    if near and not Path(name).exists():
+        raise ConfigError(f"model.name: {name!r} is neither a preset nor a folder. Did you mean the preset {near[0]}?")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f" Did you mean the preset {near[0]}?" if near and not Path(name).exists() else ""
-        raise ConfigError(f"model.name: cannot load {name!r}: {_first_line(error)}{hint}") from None
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ConfigError(f"model.name: cannot load {name!r}: {_first_line(error)}") from None
 
 
-def _with_derived(fields: dict[str, Any], config: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+def _checked(build: Callable[[], PretrainedConfig], model: ModelConfig) -> PretrainedConfig:
+    try:
+        return build()
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
+        reason = str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model.overrides {model.overrides} do not fit {model.name}: {reason}.") from None
+
+
+def _with_derived(config: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     # Per-layer lists and the head size follow from fields that the user changed, unless given too.
-    fields = copy.deepcopy(fields)
+    fields = {**copy.deepcopy(config.to_dict()), **overrides}
     if "num_hidden_layers" in overrides and "layer_types" not in overrides and fields.get("layer_types"):
         fields["layer_types"] = _cycled(fields["layer_types"], fields["num_hidden_layers"])
-    followed = getattr(config, "head_dim", None) == config.hidden_size // config.num_attention_heads
+    text = config.get_text_config()
+    followed = getattr(config, "head_dim", None) == text.hidden_size // text.num_attention_heads
     if followed and "head_dim" not in overrides:
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     return fields

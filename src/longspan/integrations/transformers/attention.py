@@ -16,10 +16,6 @@ NAME = "longspan"
 """Our name among the attention implementations; models branch on names that contain flash, sdpa or flex, so it has
 none of them."""
 
-def attention(self, request: Request) -> Tensor:
-        """Answer one attention call -> [B, S, H, Dv]."""
-        ...
-
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -39,7 +35,7 @@ def attention(
     if attention_mask is not None:
         raise ModelError(f"{request.layer} passes its own attention mask, which cannot be divided over ranks.")
     if dropout:
-        raise ModelError(f"{request.layer} uses attention dropout {dropout}; set attention_dropout=0.0 in the config.")
+        raise ModelError(f"{request.layer} uses attention dropout {dropout}; no kernel here replays it: set the config's attention dropout to 0.0.")
     if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
         raise ModelError(f"{request.layer} is not causal; longspan supports causal attention only.")
     return call.attention(request), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,10 @@ from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.plan import Plan
 from longspan.stream.keep import Memory
+
+
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+"""Names under which configs of transformers keep the dropout of attention probabilities."""
 
 
 def prepare(
@@ -59,7 +63,7 @@ def prepare(
         TopologyError: degrees that the processes or heads cannot serve.
         KernelError: no kernel can do it on this device.
 
-    Cost: a probe of four forward passes on 5 tokens, and the creation of process groups.
+    Cost: a probe of four forward passes on 5 tokens (seven for layers with experts), and the creation of process groups.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
     settings += (sequence_parallel_in_eval, memory)
@@ -76,7 +80,12 @@ def prepare(
     chosen, notes = _kernel(kernel, shapes, device)
     axes = build_mesh(ranks, degrees, device.type)
     plan = Plan(
-        sequence_parallel_size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", (degrees.reason, *notes)
+        sequence_parallel_size,
+        degrees.ulysses,
+        degrees.ring,
+        chosen.name,
+        "tiled cross-entropy",
+        (degrees.reason, *notes),
     )
     applied = Applied(
         parts,
@@ -113,14 +122,21 @@ def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
 def _check_model(parts: Parts) -> None:
     """Refuse settings of the model under which it would not be exact."""
     config = parts.model.config.get_text_config()
+    if config is not parts.model.config:
+        kinds: Any = type(parts.model.config).sub_configs
+        towers = [name for name in kinds if name != "text_config"]
+        raise ModelError(
+            f"{type(parts.model).__name__} has {' and '.join(towers) or 'further parts'} besides its text model; "
+            "longspan does not divide multimodal models yet, only causal language models of text."
+        )
     if parts.checkpointing:
         raise ModelError(GRADIENT_CHECKPOINTING)
-    dropout = getattr(config, "attention_dropout", 0.0)
-    if dropout:
-        raise ModelError(
-            f"The config sets attention_dropout={dropout}, which no kernel here replays; set it to 0.0 (also on the "
-            "modules of a model that exists already)."
-        )
+    for name in _ATTENTION_DROPOUTS:
+        if dropout := getattr(config, name, None):
+            raise ModelError(
+                f"The config sets {name}={dropout}, which no kernel here replays; set it to 0.0 (also on the modules "
+                "of a model that exists already)."
+            )
     if getattr(config, "output_router_logits", False):
         raise ModelError(
             "The config sets output_router_logits=True, but the router's auxiliary loss over a divided sequence is not "
@@ -139,9 +155,7 @@ def _probe(parts: Parts) -> list[Shape]:
         use_attention(parts.model, plain)
 
 
-def _degrees(
-    shapes: list[Shape], size: int, ulysses: int | None, ring: int | None, node_size: int | None
-) -> Degrees:
+def _degrees(shapes: list[Shape], size: int, ulysses: int | None, ring: int | None, node_size: int | None) -> Degrees:
     """Choose degrees that serve every layer: layers may differ in their heads."""
     kinds = sorted({(shape.heads, shape.kv_heads) for shape in shapes})
     found = [choose_degrees(h, k, size, node_size, ulysses=ulysses, ring=ring) for h, k in kinds]

@@ -66,8 +66,12 @@ def _has_plain_angles(module: nn.Module, forward: Any) -> bool:
     x = torch.zeros(1, 3, 1, dtype=torch.float32, device=frequencies.device)
     with torch.no_grad():
         try:
-            cos, sin = forward(x, positions)
+            tables = forward(x, positions)
         except TypeError:  # it takes further arguments, such as a layer type
             return False
+        if not isinstance(tables, tuple) or len(tables) != 2:
+            raise ModelError(
+                f"{type(module).__name__} does not return cos and sin; longspan does not know what its tables mean."
+            )
         own = wide_tables(module, positions, torch.float32)
-    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip((cos, sin), own, strict=True))
+    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(tables, own, strict=True))

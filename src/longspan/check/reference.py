@@ -1,0 +1,80 @@
+"""The truth: the plain model on one process, each document alone, and what that model loses in low precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from longspan.check.samples import IGNORED, Document, Sample
+
+Gradients = Mapping[str, Tensor]
+"""Gradients by parameter name, on the host; a parameter without one is absent."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Loss of each predicted token [N], in document order, and the gradients of their mean."""
+
+    losses: Tensor
+    gradients: Gradients
+
+    @property
+    def loss(self) -> float:
+        """Mean over the predicted tokens."""
+        return float(self.losses.sum()) / max(len(self.losses), 1)
+
+
+def truth_of(model: nn.Module, sample: Sample, shows_length: bool, exact: bool = True) -> Truth:
+    """Run a plain model on each document alone and add up the gradients.
+
+    Args:
+        shows_length: the model chooses rotary frequencies by the largest position it is shown; show it the batch's.
+        exact: attention written out, without a fused kernel.
+    """
+    model.zero_grad(set_to_none=True)
+    losses = []
+    with sdpa_kernel(SDPBackend.MATH) if exact else nullcontext():
+        for document in sample.documents:
+            found = _token_losses(model, sample, document, shows_length)
+            if len(found):
+                torch.autograd.backward(found.sum() / sample.targets)
+                losses.append(found.detach())
+    gradients = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return Truth(torch.cat(losses), gradients)
+
+
+def _token_losses(model: nn.Module, sample: Sample, document: Document, shows_length: bool) -> Tensor:
+    """Return the cross-entropy of each predicted token of a document, from its logits."""
+    labels = sample.labels(document)[1:]
+    predicted = labels != IGNORED
+    if not predicted.any():
+        return torch.empty(0)
+    device = next(model.parameters()).device
+    ids = sample.ids[document.row : document.row + 1, document.start : document.stop].to(device)
+    positions = torch.arange(len(document), device=device)[None]
+    if shows_length:  # a second row further on, whose logits are not used
+        ids, positions = (
+            ids.expand(2, -1),
+            torch.cat([positions, positions + sample.largest_position - len(document) + 1]),
+        )
+    logits: Any = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1]
+    return F.cross_entropy(logits.float()[predicted], labels[predicted].to(device), reduction="none")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch a model to evaluation, without gradients, and back to training."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()

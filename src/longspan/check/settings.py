@@ -1,0 +1,29 @@
+"""What a check is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to check.
+
+    Args:
+        model: its name, for the report.
+        sp: processes that share a sequence.
+        ulysses, ring: None, both: the automatic degrees and the other ways to divide `sp`.
+        packed: packed documents only.
+        seq_len: tokens per row; None to choose.
+        layers: of the model; None to choose.
+        dtype: `float64` or `bfloat16`; None for the first on a CPU and the second on GPUs.
+    """
+
+    model: str
+    sp: int
+    ulysses: int | None = None
+    ring: int | None = None
+    packed: bool = False
+    seq_len: int | None = None
+    layers: int | None = None
+    dtype: str | None = None

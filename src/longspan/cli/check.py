@@ -1,0 +1,168 @@
+"""`longspan check`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from longspan.check.settings import Settings
+from longspan.cli.ranks import Job, start
+from longspan.config.schema import parse_size
+from longspan.errors import ConfigError, LongspanError, TopologyError
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The command line of `check`."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A preset, a folder (its config.json is enough) or a hub id; weights are random.", metavar="NAME"
+        ),
+    ]
+    sp: Annotated[
+        int, typer.Option(help="Processes that share a sequence. (a whole number >= 1)", metavar="N", show_default=True)
+    ] = 2
+    ulysses: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that exchange heads. (default: the automatic degrees and the other ways to divide --sp)",
+            metavar="N",
+        ),
+    ] = None
+    ring: Annotated[
+        int | None,
+        typer.Option(help="Processes that pass keys and values on. (default: as for --ulysses)", metavar="N"),
+    ] = None
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Packed documents only, also in several rows. (default false)")
+    ] = False
+    seq_len: Annotated[
+        str | None, typer.Option(help="Tokens per row, any number; 2K is 2048. (default 40 x sp + 7)", metavar="SIZE")
+    ] = None
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Keep the model's first layers. (default 2, more to see each kind of layer)", metavar="N"),
+    ] = None
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda or auto: cuda if there is a GPU per process.", metavar="NAME")
+    ] = "auto"
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float64: equal to rounding. bfloat16: errors at most twice the plain model's own. "
+            "(default float64 on cpu, bfloat16 on cuda)",
+            metavar="NAME",
+        ),
+    ] = None
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else. (default false)")] = False
+
+
+def check(**flags: Any) -> None:
+    """Compare loss, gradients, evaluation and document borders with the plain model on one process.
+
+    Exit code 0: equal; 1: not equal; 2: it cannot be checked, and why.
+    """
+    given = Flags(**flags)
+    try:
+        result = run(given)
+    except LongspanError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    if given.json_:
+        print(json.dumps(result))
+    else:
+        _show(result)
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+def _declare() -> None:
+    """Give `check` a parameter per field of `Flags`: typer reads them from the signature."""
+    hints = get_type_hints(Flags, include_extras=True)
+    check.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(Flags)
+        ]
+    )
+    check.__annotations__ = hints
+
+
+_declare()
+
+
+def run(flags: Flags) -> dict[str, Any]:
+    """Start the processes and return their result: `ok`, `cases`, and what was checked.
+
+    Raises:
+        LongspanError: what the processes, or a look at the flags, found to be impossible.
+    """
+    degrees = [degree for degree in (flags.ulysses, flags.ring) if degree is not None]
+    if flags.sp < 1 or any(degree < 1 or flags.sp % degree for degree in degrees):
+        raise TopologyError(
+            f"--ulysses x --ring must make --sp, got {flags.ulysses} and {flags.ring} for {flags.sp}: give one of "
+            "them, a divisor, or neither."
+        )
+    try:
+        tokens = None if flags.seq_len is None else parse_size(flags.seq_len)
+    except ValueError as error:
+        raise ConfigError(f"--seq-len {flags.seq_len} is {error}.") from None
+    if flags.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu or cuda, got {flags.device!r}.")
+    settings = Settings(
+        flags.model, flags.sp, flags.ulysses, flags.ring, flags.packed, tokens, flags.layers, flags.dtype
+    )
+    return start(Job(settings, flags.device))
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    low = any("baseline_loss_rel_err" in case for case in result["cases"])
+    table = Table(box=None, pad_edge=False)
+    for name in ("case", "ulysses", "ring", "loss", "worst gradient", "leak", "eval", ""):
+        table.add_column(name, justify="left" if name in ("case", "") else "right", no_wrap=True)
+    for case in result["cases"]:
+        errors = [_figure(case, name) for name in ("loss_rel_err", "grad_rel_err", "leak", "eval_rel_err")]
+        cells = [case["name"], str(case["ulysses"]), str(case["ring"]), *errors]
+        table.add_row(*cells, "[green]ok[/]" if case["ok"] else "[red]FAILED[/]")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for case in result["cases"]:
+        if not case["ok"]:
+            console.print(
+                f"{case['name']}: {'; '.join(case['why'])} (worst gradient: {case['worst_parameter']})", markup=False
+            )
+    narrowed = "".join(f", {name} cut to {width}" for name, width in result["narrowed"].items())
+    print(
+        f"{result['model']}: {result['layers']} layers{narrowed}, random weights, {result['seq_len']} tokens per row, "
+        f"{result['dtype']} on {result['device']}, kernel {result['kernel']}"
+    )
+    print(
+        "relative errors against the plain model on one process, each document alone"
+        + ("; in brackets the plain model's own in this dtype, of which twice is allowed" if low else "")
+    )
+    print("OK" if result["ok"] else "FAILED")
+
+
+def _figure(case: dict[str, Any], name: str) -> str:
+    value, own = case[name], case.get(f"baseline_{name}")
+    shown = "nan" if value is None else str(value) if isinstance(value, int) else f"{value:.1e}"
+    return shown if own is None else f"{shown} ({own:.1e})"
+
+
+if __name__ == "__main__":
+    typer.run(check)

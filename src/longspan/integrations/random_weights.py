@@ -1,0 +1,164 @@
+"""Small random-weight models of a given configuration: few layers, and narrow where full width would not fit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+
+from longspan.errors import ConfigError
+
+_SEED = 11
+_NARROW = {"vocab_size": 512, "intermediate_size": 256, "moe_intermediate_size": 64}
+_HIDDEN = 128
+
+
+def few_layers(config: PretrainedConfig, layers: int | None = None) -> PretrainedConfig:
+    """Return a configuration with its first layers only.
+
+    Args:
+        layers: how many; None for 2, or more if it takes more to see each kind of layer.
+
+    Raises:
+        ConfigError: the model has fewer.
+    """
+    text = config.get_text_config()
+    total = getattr(text, "num_hidden_layers", None)
+    if not total:
+        raise ConfigError(f"{type(config).__name__} has no num_hidden_layers; it is no configuration of a language model.")
+    kinds = getattr(text, "layer_types", None) or [None] * total
+    enough = min(max(2, 1 + max(kinds.index(kind) for kind in set(kinds))), total)
+    count = enough if layers is None else layers
+    if not 1 <= count <= total:
+        raise ConfigError(f"The model has {total} layers; take 1 to {total} of them, not {count}.")
+    fields, part = _fields(config)
+    for name, value in part.items():
+        if isinstance(value, list) and len(value) == total and name != "mlp_only_layers":
+            part[name] = value[:count]
+    part[_own_name(text, "num_hidden_layers")] = count
+    if (part.get("first_k_dense_replace") or 0) >= count > 1:
+        part["first_k_dense_replace"] = count - 1  # else no layer would have experts
+    return _rebuilt(config, fields)
+
+
+def narrowed(config: PretrainedConfig) -> tuple[PretrainedConfig, dict[str, int]]:
+    """Return a configuration of little width with the same heads, and the widths that changed.
+
+    Head counts and head sizes stay, since these are what sequence parallelism divides; the vocabulary, the MLP and,
+    where the family lets heads have a size of their own, the residual stream shrink.
+
+    Raises:
+        ConfigError: the family does not allow it.
+    """
+    text = config.get_text_config()
+    changes = {name: most for name, most in _NARROW.items() if (getattr(text, name, None) or 0) > most}
+    heads, hidden = getattr(text, "num_attention_heads", None) or 1, text.hidden_size
+    width = heads * -(-_HIDDEN // heads)
+    if hidden > width:
+        every = {**changes, "hidden_size": width, "head_dim": getattr(text, "head_dim", None) or hidden // heads}
+        with contextlib.suppress(ConfigError):
+            return _with_widths(config, every), {**changes, "hidden_size": width}
+    return _with_widths(config, changes), changes
+
+
+def _with_widths(config: PretrainedConfig, widths: Mapping[str, int]) -> PretrainedConfig:
+    text = config.get_text_config()
+    fields, part = _fields(config)
+    part.update({_own_name(text, name): value for name, value in widths.items()})
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(part.get(name), int) and part[name] >= widths.get("vocab_size", text.vocab_size):
+            part[name] = None
+    return _rebuilt(config, fields)
+
+
+def parameter_count(config: PretrainedConfig) -> int:
+    """Return the number of parameters of a configuration's model. Cost: builds it without memory."""
+    with torch.device("meta"):
+        model = _auto(config).from_config(config, trust_remote_code=False)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Build a model whose random weights leave no part of it idle, the same on every process.
+
+    Matrices are drawn so that activations keep their size, vectors (norms, biases) are moved off their constants:
+    attention weights then differ from token to token and biases take part. Dropout is off.
+
+    Raises:
+        ConfigError: the configuration does not make a model.
+    """
+    torch.manual_seed(_SEED)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
+    if dtype is torch.float64 and has_experts(config):
+        options["experts_implementation"] = "eager"  # PyTorch's grouped products know no float64
+    try:
+        with torch.device(device):
+            model = _auto(config).from_config(config, **options)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{type(config).__name__} does not make a model: {error}") from error
+    generator = torch.Generator(device).manual_seed(_SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.empty_like(parameter).normal_(generator=generator)
+            if parameter.ndim >= 2:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(noise * 0.1)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def chooses_rope_by_length(config: PretrainedConfig) -> bool:
+    """Tell whether rotary frequencies depend on the largest position of a batch (LongRoPE, dynamic NTK)."""
+    rope: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    tables = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    return any(table.get("rope_type") in ("dynamic", "longrope") for table in tables)
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Tell whether the model routes tokens to experts."""
+    text = config.get_text_config()
+    return any(
+        (getattr(text, name, None) or 0) > 1 for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+
+
+def plain_attention(model: PreTrainedModel) -> str:
+    """Return transformers' own attention that computes what the model means: `sdpa`, or `eager` where that cannot."""
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if softcap or not getattr(model, "_supports_sdpa", False) else "sdpa"
+
+
+def _fields(config: PretrainedConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all fields of a configuration, and those among them that describe its text model."""
+    fields = config.to_dict()
+    return fields, fields.get("text_config", fields)
+
+
+def _own_name(text: PretrainedConfig, name: str) -> str:
+    """Return what the family calls a field."""
+    names: Mapping[str, str] = type(text).attribute_map
+    return names.get(name, name)
+
+
+def _rebuilt(config: PretrainedConfig, fields: dict[str, Any]) -> PretrainedConfig:
+    try:
+        return type(config).from_dict(fields)
+    except Exception as error:  # each family validates in its own way
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        raise ConfigError(f"{type(config).__name__} cannot be made smaller: {reason}") from None
+
+
+def _auto(config: PretrainedConfig) -> Any:
+    """Return the auto class that has a language-modelling head for this family."""
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    raise ConfigError(f"transformers has no language model for {type(config).__name__} ({config.model_type}).")

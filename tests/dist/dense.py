@@ -1,0 +1,49 @@
+"""The truth about attention, written down once more: dense masked softmax in fp64, each token's documents from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Starts = Sequence[Sequence[int]]
+"""First tokens of each row's documents."""
+
+TOLERANCE = 1e-10
+"""Relative, in fp64; an fp32 rounding anywhere is 1e-8 and more."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, starts: Starts | None, scale: float) -> Tensor:
+    """Attend causally within documents: q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv] -> [B, S, H, Dv]."""
+    rows, tokens, heads = q.shape[:3]
+    group = heads // k.shape[2]
+    document = torch.zeros(rows, tokens, dtype=torch.long)
+    for row, firsts in enumerate(starts or ()):
+        for first in firsts:
+            document[row, first:] += 1
+    order = torch.arange(tokens)
+    visible = (order[None, :] <= order[:, None]) & (document[:, :, None] == document[:, None, :])  # [B, S, S]
+    result = []
+    for head in range(heads):
+        scores = q[:, :, head] @ k[:, :, head // group].transpose(1, 2) * scale
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        result.append(weights @ v[:, :, head // group])
+    return torch.stack(result, 2)
+
+
+def relative(found: Tensor, true: Tensor, whole: Tensor | None = None) -> float:
+    """Return the largest error relative to the largest true value; infinite where something is not a number.
+
+    Values are taken to be of order one: where the truth is zero, the error is absolute.
+
+    Args:
+        whole: what the largest true value is taken from, if `true` is a part of it.
+    """
+    if found.shape != true.shape or found.dtype != true.dtype:
+        return float("inf")
+    if not true.numel():
+        return 0.0
+    largest = (true if whole is None else whole).abs().max().clamp(min=1e-4)
+    error = float((found - true).abs().max() / largest)
+    return error if error == error else float("inf")

@@ -1,0 +1,163 @@
+"""Tiny models, and what one device computes for them: each document alone, in fp64, by the unprepared model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCABULARY = 37
+
+Batch = dict[str, Any]
+
+
+def _sizes(**changed: Any) -> dict[str, Any]:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    return sizes | changed
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 32,
+}
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_sizes()),
+    "llama-tied": lambda: LlamaConfig(**_sizes(tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2Config(**_sizes(num_attention_heads=6, num_key_value_heads=3, head_dim=4)),
+    "qwen3": lambda: Qwen3Config(**_sizes(num_attention_heads=5, num_key_value_heads=1, head_dim=8)),
+    "mistral": lambda: MistralConfig(**_sizes(sliding_window=None)),
+    "phi3": lambda: Phi3Config(
+        **_sizes(original_max_position_embeddings=32, max_position_embeddings=128, rope_parameters=LONG_ROPE)
+    ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    ),
+}
+
+
+def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+    """Build a model with random weights; biases and norms are random too, so that no gradient is special."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        FAMILIES[family](), attn_implementation="eager", experts_implementation="eager"
+    ).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.train()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a batch is made of: for each row the lengths of its documents, and padding up to the longest row.
+
+    Args:
+        untargeted: rows without any target.
+    """
+
+    documents: Sequence[Sequence[int]]
+    untargeted: Sequence[int] = ()
+    seed: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def batch(self) -> Batch:
+        """Return the full batch: about one label in eight is ignored."""
+        make = torch.Generator().manual_seed(self.seed)
+        tokens = max(sum(row) for row in self.documents)
+        shape = (len(self.documents), tokens)
+        ids = torch.randint(1, VOCABULARY, shape, generator=make)
+        labels = ids.masked_fill(torch.rand(shape, generator=make) < 0.125, -100)
+        positions = torch.zeros(shape, dtype=torch.long)
+        mask = torch.ones(shape, dtype=torch.long)
+        for i, row in enumerate(self.documents):
+            real = sum(row)
+            positions[i, :real] = torch.cat([torch.arange(n) for n in row])
+            mask[i, real:] = 0
+            labels[i, real:] = -100
+        for i in self.untargeted:
+            labels[i] = -100
+        batch: Batch = {"input_ids": ids, "labels": labels, "position_ids": positions, **self.extra}
+        return batch if bool(mask.all()) else batch | {"attention_mask": mask}
+
+    def targets(self) -> int:
+        """Count the targets, from scratch."""
+        return sum(int((labels[1:] != -100).sum()) for _, labels in self.alone())
+
+    def alone(self) -> list[tuple[Tensor, Tensor]]:
+        """Return ids and labels of each document by itself."""
+        batch = self.batch()
+        found = []
+        for i, row in enumerate(self.documents):
+            start = 0
+            for length in row:
+                found.append((batch["input_ids"][i, start : start + length], batch["labels"][i, start : start + length]))
+                start += length
+        return found
+
+
+class WideMode(TorchFunctionMode):
+    """Turns what a model computes in fp32 on purpose into fp64, forward and backward."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def one_device(model: PreTrainedModel, batches: Sequence[Rows]) -> tuple[float, dict[str, Tensor], int]:
+    """Return loss, gradients and number of targets of the mean over all targets of these batches."""
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    targets = sum(rows.targets() for rows in batches)
+    total = 0.0
+    with WideMode():
+        for ids, labels in (document for rows in batches for document in rows.alone()):
+            logits = plain(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            loss = F.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum") / max(targets, 1)
+            loss.backward()
+            total += float(loss.detach())
+    return total, gradients(plain), targets
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return all gradients, zero where there is none."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters() if p.requires_grad
+    }

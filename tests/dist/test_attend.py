@@ -1,0 +1,228 @@
+"""Sequence-parallel attention against dense attention: outputs and gradients in fp64, for every way to divide it.
+
+The same check must go red for each mistake that was seen in practice: see `MISTAKES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from dense import TOLERANCE, Starts, attention, relative
+from pool import RunRanks
+from torch import Tensor
+
+from longspan import Layout, Mask, attend
+from longspan.attention import ulysses as ulysses_module
+from longspan.attention.ring import Ring
+from longspan.attention.ulysses import Ulysses
+from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
+from longspan.plan.degrees import Degrees
+
+pytestmark = pytest.mark.dist
+
+DEGREES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4)]
+HEADS = [(4, 2), (6, 3), (5, 1), (5, 5), (4, 4)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: `starts` as in `dense`, dims of one head."""
+
+    heads: int
+    kv_heads: int
+    tokens: int
+    starts: Starts | None = None
+    rows: int = 1
+    head_dim: int = 4
+    v_head_dim: int = 4
+    kernel: str = "reference"
+    zigzag: bool = True
+
+
+def cases(heads: int, kv_heads: int, kernel: str) -> list[Case]:
+    """List lengths and documents: odd ones, one-token documents, one across all ranks, ranks with padding alone."""
+    base = Case(heads, kv_heads, 63, kernel=kernel)
+    across = ((0, 1, 2, 62),)
+    return [
+        base,
+        replace(base, tokens=1),
+        replace(base, tokens=2, rows=2),
+        replace(base, tokens=64, zigzag=False),
+        replace(base, tokens=7, starts=(tuple(range(7)),)),
+        replace(base, starts=across),
+        replace(base, starts=((0, 5, 6, 20, 47),), zigzag=False),
+        replace(base, rows=2, starts=((0, 33), tuple(range(0, 63, 2)))),
+        replace(base, tokens=17, head_dim=3, v_head_dim=5),
+        replace(base, tokens=18, head_dim=6, v_head_dim=2, starts=((0, 9),)),
+    ]
+
+
+def errors(case: Case, mesh: Mesh) -> dict[str, float]:
+    """Return the relative errors of this rank's out, dq, dk and dv."""
+    scale = 0.7 * case.head_dim**-0.5
+    layout = Layout(case.tokens, mesh.ring.size, mesh.ulysses.size, zigzag=case.zigzag)
+    shapes = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim)]
+    make = torch.Generator().manual_seed(case.tokens)
+    full = [torch.randn(case.rows, case.tokens, *s, generator=make, dtype=torch.float64) for s in shapes]
+    dout = torch.randn(case.rows, case.tokens, case.heads, case.v_head_dim, generator=make, dtype=torch.float64)
+
+    true = [t.clone().requires_grad_() for t in full]
+    out = attention(*true, case.starts, scale)
+    out.backward(dout)
+
+    at = [i for i in layout.indices(mesh.sequence.rank) if i < case.tokens]
+    pad = layout.shard_tokens - len(at)
+
+    def mine(t: Tensor, fill: float) -> Tensor:
+        return torch.cat([t[:, at], t.new_full((t.shape[0], pad, *t.shape[2:]), fill)], 1)
+
+    local = [mine(t, 50.0).requires_grad_() for t in full]  # a leak of padding would show
+    starts = None if case.starts is None else tuple(tuple(row) for row in case.starts)
+    found = attend(*local, Mask(layout.length, starts), mesh, layout=layout, kernel=case.kernel, scale=scale)
+    found.backward(mine(dout, 0.0))
+    pairs = {"out": (found.detach(), out.detach())}
+    pairs |= {f"d{n}": (t.grad, f.grad) for n, t, f in zip("qkv", local, true, strict=True)}  # type: ignore[misc]
+    result = {name: relative(a[:, : len(at)], b[:, at], b) for name, (a, b) in pairs.items()}
+    result["padding"] = 0.0 if all(bool((t.grad[:, len(at) :] == 0).all()) for t in local) else float("inf")  # type: ignore[index]
+    return result
+
+
+def run_cases(ulysses: int, ring: int, wanted: list[Case], mistake: str | None = None) -> list[dict[str, float]]:
+    mesh = build_mesh(data_parallel_ranks(ulysses * ring, None), Degrees(ulysses, ring, ""), "cpu")
+    with MISTAKES[mistake](mesh) if mistake else nullcontext():
+        return [errors(case, mesh) for case in wanted]
+
+
+def wrong(results: list[list[dict[str, float]]], wanted: list[Case]) -> list[tuple[Case, int, dict[str, float]]]:
+    """Return what is not exact: case, rank, errors."""
+    return [
+        (case, rank, found[i])
+        for rank, found in enumerate(results)
+        for i, case in enumerate(wanted)
+        if not all(error <= TOLERANCE for error in found[i].values())
+    ]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize(("ulysses", "ring"), DEGREES, ids=lambda d: str(d))
+def test_attention_is_exact(run_ranks: RunRanks, ulysses: int, ring: int, kernel: str) -> None:
+    wanted = [case for h, k in HEADS if ulysses <= h for case in cases(h, k, kernel)]
+    assert not wrong(run_ranks(ulysses * ring, run_cases, ulysses, ring, wanted), wanted)
+
+
+def block_lse(replaced: str) -> Callable[[Mesh], Any]:
+    """Give a block's backward its own log-sum-exp or output in place of the final one."""
+
+    @contextmanager
+    def mistake(mesh: Mesh) -> Iterator[None]:
+        right = Ring.backward
+
+        def backward(self: Ring, dout: Tensor, saved: Any, schedule: Any, scale: float) -> Any:
+            return right(Ring(_BlockFinal(self.kernel, replaced), self.axis), dout, saved, schedule, scale)  # type: ignore[arg-type]
+
+        with patch.object(Ring, "backward", backward):
+            yield
+
+    return mistake
+
+
+class _BlockFinal:
+    def __init__(self, inner: Any, replaced: str) -> None:
+        self.inner, self.replaced, self.name = inner, replaced, inner.name
+
+    def refuses(self, request: Any) -> None:
+        return None
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
+        own, own_lse = self.inner.forward(q, k, v, *rest)
+        out, lse = (own, lse) if self.replaced == "out" else (out, own_lse)
+        return self.inner.backward(dout, q, k, v, out, lse, *rest)
+
+
+def gradients(change: Callable[[list[Tensor], Mesh], None]) -> Callable[[Mesh], Any]:
+    """Change what Ulysses hands back as dq, dk and dv."""
+
+    @contextmanager
+    def mistake(mesh: Mesh) -> Iterator[None]:
+        right = Ulysses.leave_gradients
+
+        def leave_gradients(self: Ulysses, *grads: Tensor) -> Any:
+            found = [g.clone() for g in right(self, *grads)]
+            change(found, mesh)
+            return tuple(found)
+
+        with patch.object(Ulysses, "leave_gradients", leave_gradients):
+            yield
+
+    return mistake
+
+
+def zero(which: int) -> Callable[[list[Tensor], Mesh], None]:
+    def change(grads: list[Tensor], mesh: Mesh) -> None:
+        grads[which].zero_()
+
+    return change
+
+
+def times_sp(grads: list[Tensor], mesh: Mesh) -> None:
+    for g in grads:
+        g *= mesh.sequence.size
+
+
+def swap_heads(which: int) -> Callable[[list[Tensor], Mesh], None]:
+    def change(grads: list[Tensor], mesh: Mesh) -> None:
+        grads[which] = grads[which].roll(1, 2)
+
+    return change
+
+
+def round_to_float(grads: list[Tensor], mesh: Mesh) -> None:
+    grads[1] = grads[1].float().double()
+
+
+@contextmanager
+def lost_replicas(mesh: Mesh) -> Iterator[None]:
+    """Keep one replica's gradient of a KV head instead of the sum."""
+
+    def first(dkv: Tensor, heads: list[int], count: int) -> Tensor:
+        return torch.stack([dkv[:, :, heads.index(head)] for head in range(count)], 2)
+
+    with patch.object(ulysses_module, "_gather_heads", first):
+        yield
+
+
+@contextmanager
+def whole_row_mask(mesh: Mesh) -> Iterator[None]:
+    """Forget the borders between documents."""
+    with patch.object(Mask, "packed", False):
+        yield
+
+
+MISTAKES: dict[str, Callable[[Mesh], Any]] = {
+    "block-lse": block_lse("lse"),
+    "block-out": block_lse("out"),
+    "zero-dq": gradients(zero(0)),
+    "zero-dk": gradients(zero(1)),
+    "zero-dv": gradients(zero(2)),
+    "times-sp": gradients(times_sp),
+    "swapped-q-heads": gradients(swap_heads(0)),
+    "swapped-kv-heads": gradients(swap_heads(1)),
+    "fp32-dk": gradients(round_to_float),
+    "lost-replicas": lost_replicas,
+    "no-borders": whole_row_mask,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_check_goes_red_for(run_ranks: RunRanks, mistake: str) -> None:
+    ulysses, ring = (4, 1) if mistake == "lost-replicas" else (1, 2) if mistake.startswith("block") else (2, 2)
+    wanted = [Case(4, 2, 63, ((0, 20),))]
+    assert not wrong(run_ranks(ulysses * ring, run_cases, ulysses, ring, wanted), wanted)
+    found = wrong(run_ranks(ulysses * ring, run_cases, ulysses, ring, wanted, mistake), wanted)
+    assert len(found) == ulysses * ring, "every rank's own check must see it"

@@ -1,0 +1,268 @@
+"""Layers that run in tiles against one device: the loss and every gradient, in fp64, for every keep decision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from dense import relative
+from models import Rows, WideMode, build, gradients, one_device
+from pool import RunRanks
+from test_parity import Errors, compare, exact, worst
+from torch import Tensor
+
+import longspan
+from longspan.attention.ulysses import Ulysses
+from longspan.errors import ConfigError, ModelError, TrainingError
+from longspan.stream.function import Gradients, StreamedLayer
+from longspan.stream.keep import Keep, Memory
+from longspan.stream.prefix import Prefix
+
+pytestmark = pytest.mark.dist
+
+PACKED = Rows([[20, 1, 6, 14]])
+RAGGED = Rows([[13, 4], [29], [1, 1, 8]])
+KEEPS = {
+    "x+O+KV": Keep.X_O_KV,
+    "x+O": Keep.X_O,
+    "x": Keep.X,
+    "graph, x+O": (Keep.GRAPH, Keep.X_O),
+    "x, none": (Keep.X, Keep.NONE),
+    "x+O+KV, none": (Keep.X_O_KV, Keep.NONE),
+}
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """Keep fp64 in what streamed layers compute again in backward too, where autograd drops function modes."""
+    real = StreamedLayer.backward
+
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        with WideMode():
+            return real(ctx, dy)
+
+    with WideMode(), patch.object(StreamedLayer, "backward", staticmethod(backward)):
+        yield
+
+
+def streamed_errors(
+    family: str, degrees: tuple[int, int], rows: Rows, memory: Memory, mistake: str | None = None
+) -> Errors:
+    """Train one step with streamed layers, and return the relative errors of the loss and of each gradient."""
+    model = build(family)
+    ulysses, ring = degrees
+    with wide(), MISTAKES[mistake]() if mistake else nullcontext():
+        loss, wanted, _ = one_device(model, [rows])
+        handle = longspan.prepare(
+            model, ulysses * ring, ulysses_degree=ulysses, ring_degree=ring, memory=memory
+        )
+        out = model(**handle.shard(rows.batch()))
+        out.loss.backward()
+        handle.reduce_gradients()
+        found = relative(out.loss.detach(), torch.tensor(loss, dtype=torch.float64))
+    return compare(model, wanted) | {"loss": found}
+
+
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)], ids=["one", "u2", "r2", "2x2", "u4"])
+@pytest.mark.parametrize("keep", KEEPS)
+def test_every_keep_decision_is_exact(run_ranks: RunRanks, degrees: tuple[int, int], keep: str) -> None:
+    world = degrees[0] * degrees[1]
+    for tile, rows in ((1, PACKED), (5, RAGGED), (1000, PACKED)):
+        results = run_ranks(world, streamed_errors, "llama", degrees, rows, Memory(tile, KEEPS[keep]))
+        assert exact(results), (tile, worst(results))
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "phi3", "qwen3-moe"])
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=["prefix", "whole"])
+def test_families(run_ranks: RunRanks, family: str, degrees: tuple[int, int]) -> None:
+    memory = Memory(4, (Keep.X, Keep.NONE))
+    rows = Rows([[45]]) if family == "phi3" else RAGGED
+    results = run_ranks(2, streamed_errors, family, degrees, rows, memory)
+    assert exact(results), worst(results)
+
+
+@pytest.mark.parametrize("keep", [Keep.X_O_KV, Keep.X_O])
+def test_compiled_halves_are_exact(run_ranks: RunRanks, keep: Keep) -> None:
+    """The eager backend traces what the others compile: the stop, the answer, and nothing left out."""
+    for degrees in ((1, 1), (2, 1)):
+        world = degrees[0] * degrees[1]
+        results = run_ranks(world, streamed_errors, "llama", degrees, PACKED, Memory(5, keep, "eager"))
+        assert exact(results), worst(results)
+
+
+class _Zeroed:
+    """Loses the gradients of a tile's keys."""
+
+    def __enter__(self) -> None:
+        real = Prefix.backward
+
+        def wrong(self: Prefix, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            dq, dk, dv = real(self, *args)
+            return dq, torch.zeros_like(dk), dv
+
+        self.patch = patch.object(Prefix, "backward", wrong)
+        self.patch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.patch.__exit__(None, None, None)
+
+
+class _Ascending(_Zeroed):
+    """Takes a tile's dk and dv before later tiles have added theirs."""
+
+    def __enter__(self) -> None:
+        real = Prefix.backward
+
+        def wrong(self: Prefix, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            self.dk = self.dv = None
+            return real(self, *args)
+
+        self.patch = patch.object(Prefix, "backward", wrong)
+        self.patch.__enter__()
+
+
+class _Unshifted(_Zeroed):
+    """Leaves out what the hidden states get through the projections."""
+
+    def __enter__(self) -> None:
+        real = Gradients.add
+
+        def wrong(self: Gradients, at: Any, leaf: Any, outs: Any, douts: Any, *more: Any, again: bool = False) -> Any:
+            if not more:
+                self = copy.copy(self)
+                self.dx = None if self.dx is None else torch.zeros_like(self.dx)
+            return real(self, at, leaf, outs, douts, *more, again=again)
+
+        self.patch = patch.object(Gradients, "add", wrong)
+        self.patch.__enter__()
+
+
+class _Swapped(_Zeroed):
+    """Hands back the query gradients of the other heads."""
+
+    def __enter__(self) -> None:
+        real = Ulysses.leave_gradients
+
+        def wrong(self: Ulysses, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return real(self, dq.flip(2), dk, dv)
+
+        self.patch = patch.object(Ulysses, "leave_gradients", wrong)
+        self.patch.__enter__()
+
+
+MISTAKES = {"zeroed": _Zeroed, "ascending": _Ascending, "unshifted": _Unshifted, "swapped": _Swapped}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(run_ranks: RunRanks, mistake: str) -> None:
+    results = run_ranks(2, streamed_errors, "llama", (2, 1), PACKED, Memory(5, Keep.X_O), mistake)
+    assert not exact(results)
+
+
+def dropout_case(tile: int, keep: Keep) -> tuple[float, float]:
+    """Return a directional derivative by finite differences and by backward, with dropout inside the layers."""
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj, torch.nn.Dropout(0.3))
+        layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, torch.nn.Dropout(0.2))
+    handle = longspan.prepare(model, 1, memory=Memory(tile, keep))
+    part = handle.shard(RAGGED.batch())
+    direction = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(model.parameters())]
+
+    def loss(step: float) -> Tensor:
+        if step:
+            with torch.no_grad():
+                for p, d in zip(model.parameters(), direction, strict=True):
+                    p += step * d
+        torch.manual_seed(7)
+        value = model(**part).loss
+        if step:
+            with torch.no_grad():
+                for p, d in zip(model.parameters(), direction, strict=True):
+                    p -= step * d
+        return value
+
+    with wide():
+        model.zero_grad()
+        loss(0.0).backward()
+        slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction, strict=True) if p.grad is not None)
+        step = 1e-6
+        return (float(loss(step)) - float(loss(-step))) / (2 * step), slope
+
+
+@pytest.mark.parametrize("tile", [5, 1000])
+@pytest.mark.parametrize("keep", [Keep.X_O_KV, Keep.X])
+def test_dropout_is_replayed(run_ranks: RunRanks, tile: int, keep: Keep) -> None:
+    ((numeric, slope),) = run_ranks(1, dropout_case, tile, keep)
+    assert slope == pytest.approx(numeric, rel=1e-6)
+
+
+def silent_failures() -> None:
+    """Failures that would be silent, one after the other, on one process."""
+    rows = PACKED
+    model = build("llama")
+    handle = longspan.prepare(model, 1, memory=Memory(8, (Keep.X_O, Keep.NONE)))
+    part = handle.shard(rows.batch())
+    fired: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda g, name=name: fired.append(name))
+    loss = model(**part).loss
+    loss.backward(retain_graph=True)
+    assert sorted(fired) == sorted(n for n, _ in model.named_parameters()), "a parameter's hook runs once"
+    with pytest.raises((TrainingError, RuntimeError)):
+        loss.backward()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    model.zero_grad()
+    twin_loss = twin(**part).loss
+    twin_loss.backward()
+    assert float(twin_loss) == pytest.approx(float(torch.tensor(37.0).log()), rel=1e-6), "a copy has its own weights"
+    assert all(p.grad is None for p in model.parameters()), "a copy trains itself"
+    with pytest.raises(ModelError, match="softcap"):
+        _with_extra_kwarg(model)(**part)
+
+
+def _with_extra_kwarg(model: Any) -> Any:
+    attention = model.model.layers[0].self_attn
+    real = attention.forward
+    attention.forward = lambda *args, **kwargs: real(*args, **kwargs, softcap=50.0)
+    return model
+
+
+def test_silent_failures(run_ranks: RunRanks) -> None:
+    run_ranks(1, silent_failures)
+
+
+def outer_checkpoint() -> int:
+    """Count the attention outputs that stay alive when a checkpoint surrounds the streamed layers."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = build("llama")
+    wanted = copy.deepcopy(model)
+    handle = longspan.prepare(model, 1, memory=Memory(8, Keep.X_O))
+    part = handle.shard(PACKED.batch())
+    loss = checkpoint(lambda: model(**part).loss, use_reentrant=False)
+    loss.backward()
+    other = longspan.prepare(wanted, 1)
+    other_loss = wanted(**other.shard(PACKED.batch())).loss
+    other_loss.backward()
+    errors = [relative(a, b) for a, b in zip(gradients(model).values(), gradients(wanted).values(), strict=True)]
+    return int(max(errors) > 1e-10)
+
+
+def test_an_outer_checkpoint_is_exact(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, outer_checkpoint) == [0]
+
+
+def test_a_segment_needs_a_start() -> None:
+    with pytest.raises(ConfigError, match="Layer 1 keeps nothing"):
+        Memory(4, (Keep.GRAPH, Keep.NONE))
+    with pytest.raises(ConfigError, match="tile_tokens"):
+        Memory(0)

@@ -1,0 +1,33 @@
+"""Public names exist, are listed, and explain themselves."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import longspan
+import longspan.errors
+
+PROMISED = {"prepare", "attend", "reduce_loss", "tiled_loss"}
+
+
+@pytest.mark.parametrize("name", sorted(longspan.__all__))
+def test_public_name(name: str) -> None:
+    assert inspect.getdoc(getattr(longspan, name))
+
+
+def test_promised_names_are_public() -> None:
+    assert set(longspan.__all__) >= PROMISED
+    assert set(longspan.__all__) <= set(dir(longspan))
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'prepair'"):
+        _ = longspan.prepair  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_every_error_is_ours() -> None:
+    errors = [value for value in vars(longspan.errors).values() if inspect.isclass(value)]
+    assert len(errors) > 5
+    assert all(issubclass(error, longspan.errors.LongspanError) for error in errors)
