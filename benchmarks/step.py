@@ -1,6 +1,8 @@
 """Seconds per optimizer step and peak memory of full fine-tuning at long sequences.
 
-    torchrun --nproc-per-node 2 benchmarks/step.py --model llama-8b --seq 32768 131072 --tile 16384 --keep x+O+KV
+    torchrun --nproc-per-node 2 benchmarks/step.py --model llama-8b --seq 32768 131072 --memory 16384/x+O+KV/inductor
+
+A memory setting is tile_tokens/keep/compile; keep is one decision or a list such as graph*4,x+O+KV*28.
 
 Random weights and tokens, fp32 AdamW, FSDP2 with bf16 compute, micro-batch 1: the work that peers are measured on.
 """
@@ -20,7 +22,15 @@ from transformers import AutoModelForCausalLM
 import longspan
 from longspan.engines.fsdp import FullyShardedDataParallel
 from longspan.integrations.presets import preset_config
+from longspan.stream.compiled import Compiler
 from longspan.stream.keep import Keep, Memory
+
+
+def memory_of(text: str) -> Memory:
+    tile, keep, backend = text.split("/")
+    runs = [part.partition("*") for part in keep.split(",")]
+    keeps = tuple(Keep(name) for name, _, count in runs for _ in range(int(count or 1)))
+    return Memory(int(tile), keeps[0] if len(keeps) == 1 else keeps, None if backend == "-" else backend)
 
 
 def build(options: argparse.Namespace) -> tuple[torch.nn.Module, Any, Any]:
@@ -33,16 +43,13 @@ def build(options: argparse.Namespace) -> tuple[torch.nn.Module, Any, Any]:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
-    keeps = [Keep(k) for k in options.keep.split(",")]
-    count = config.num_hidden_layers
-    keep = tuple((keeps + [keeps[-1]] * count)[:count]) if len(keeps) > 1 else keeps[0]
     handle = longspan.prepare(
         model,
         dist.get_world_size(),
         ulysses_degree=options.ulysses,
         ring_degree=options.ring,
         kernel=options.kernel,
-        memory=Memory(options.tile, keep),
+        memory=memory_of(options.memory[0]),
     )
     engine = FullyShardedDataParallel(torch.bfloat16)
     return engine.wrap(model, handle), handle, engine
@@ -58,6 +65,32 @@ def one_step(model: torch.nn.Module, handle: Any, engine: Any, optimizer: Any, i
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.item()
+
+
+def measured(options: argparse.Namespace, text: str, tokens: int, step: Any) -> list[dict[str, Any]]:
+    rank, rows = dist.get_rank(), []
+    for number in range(options.steps):
+        ids = torch.randint(32000, (1, tokens), generator=torch.Generator().manual_seed(number)).cuda()
+        torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = step(ids)
+        torch.cuda.synchronize()
+        row = {
+            "memory": text,
+            "tokens": tokens,
+            "step": number,
+            "step_s": round(time.perf_counter() - start, 4),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "loss": round(loss, 4),
+        }
+        rows.append(row)
+        if rank == 0:
+            print("STEP", f"liger={options.liger}", row, flush=True)
+    if options.profile:
+        profiled(lambda: step(ids), rank)
+    return rows
 
 
 def profiled(work: Any, rank: int) -> None:
@@ -78,8 +111,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--seq", type=int, nargs="+", default=[32768])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--tile", type=int, default=16384)
-    parser.add_argument("--keep", default="x+O+KV", help="one decision, or one per layer separated by commas")
+    parser.add_argument("--memory", nargs="+", default=["16384/x+O+KV/inductor"])
     parser.add_argument("--ulysses", type=int)
     parser.add_argument("--ring", type=int)
     parser.add_argument("--kernel", default="auto")
@@ -94,29 +126,17 @@ def main() -> None:
     model, handle, engine = build(options)
     torch.cuda.empty_cache()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    rows = []
-    for tokens in options.seq:
-        for step in range(options.steps):
-            generator = torch.Generator().manual_seed(step)
-            ids = torch.randint(32000, (1, tokens), generator=generator).cuda()
-            torch.cuda.reset_peak_memory_stats()
-            dist.barrier()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            loss = one_step(model, handle, engine, optimizer, ids)
-            torch.cuda.synchronize()
-            row = {
-                "tokens": tokens,
-                "step": step,
-                "step_s": round(time.perf_counter() - start, 4),
-                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-                "loss": round(loss, 4),
-            }
-            rows.append(row)
-            if rank == 0:
-                print("STEP", options.keep[:12], f"tile={options.tile} liger={options.liger}", row, flush=True)
-        if options.profile:
-            profiled(lambda ids=ids: one_step(model, handle, engine, optimizer, ids), rank)
+    rows: list[dict[str, Any]] = []
+    for text in options.memory:
+        handle.memory = memory_of(text)
+        handle.compiler = handle.memory.compile and Compiler(handle.memory.compile)
+        for tokens in options.seq:
+            try:
+                rows += measured(options, text, tokens, lambda ids: one_step(model, handle, engine, optimizer, ids))
+            except torch.cuda.OutOfMemoryError as error:
+                print(f"OOM {text} {tokens}: {str(error)[:80]}", flush=True)
+                optimizer.zero_grad(set_to_none=True)
+                torch.cuda.empty_cache()
     if rank == 0 and options.out:
         about = {"gpu": torch.cuda.get_device_name(), "gpus": dist.get_world_size(), "torch": torch.__version__}
         about |= {"commit": options.commit, "date": time.strftime("%Y-%m-%d"), "options": vars(options)}

@@ -86,10 +86,10 @@ def test_families(run_ranks: RunRanks, family: str, degrees: tuple[int, int]) ->
     assert exact(results), worst(results)
 
 
-@pytest.mark.parametrize("keep", [Keep.X_O_KV, Keep.X_O])
+@pytest.mark.parametrize("keep", [Keep.X_O_KV, Keep.X_O, Keep.GRAPH])
 def test_compiled_halves_are_exact(run_ranks: RunRanks, keep: Keep) -> None:
     """The eager backend traces what the others compile: the stop, the answer, and nothing left out."""
-    for degrees in ((1, 1), (2, 1)):
+    for degrees in ((1, 1), (2, 1), (1, 2)):
         world = degrees[0] * degrees[1]
         results = run_ranks(world, streamed_errors, "llama", degrees, PACKED, Memory(5, keep, "eager"))
         assert exact(results), worst(results)

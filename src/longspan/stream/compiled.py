@@ -79,8 +79,7 @@ def _before(
 
 
 def _after(code: Code, layer: nn.Module, kwargs: dict[str, Any], context: str, out: Tensor) -> Tensor:
-    y = code(layer, **kwargs, **{context: Inject(out)})
-    return y[0] if isinstance(y, tuple) else y
+    return code(layer, **kwargs, **{context: Inject(out)})
 
 
 def _plain(value: Any) -> Any:

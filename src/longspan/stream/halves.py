@@ -57,7 +57,9 @@ class Halves:
 
 def _run(code: Callable[..., Any], layer: nn.Module, kwargs: dict[str, Any]) -> Tensor:
     out = code(layer, **kwargs)
-    return out[0] if isinstance(out, tuple) else out
+    if isinstance(out, tuple):
+        raise ModelError(f"{type(layer).__name__} returns {len(out)} values; only layers that return one run in tiles.")
+    return out
 
 
 def _without_layer(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,5 +64,5 @@ class Memory:
 
     @property
     def streams(self) -> bool:
-        """Whether some layer runs in tiles."""
-        return self.keep != Keep.GRAPH
+        """Whether some layer does not simply run as it is."""
+        return self.keep != Keep.GRAPH or self.compile is not None

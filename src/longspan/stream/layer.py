@@ -7,9 +7,10 @@ import inspect
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Request
 from longspan.batch import Shard
 from longspan.errors import ModelError
 from longspan.stream.arguments import Arguments
@@ -30,6 +31,10 @@ class StreamedCall(Protocol):
     compiler: Compiler | None
     segment: Segment | None
 
+    def attention(self, request: Request) -> Tensor:
+        """Attend over the whole sequence."""
+        ...
+
 
 class Streamed:
     """Stands in for the `forward` of a decoder layer.
@@ -48,7 +53,7 @@ class Streamed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Any = kwargs.get(self.context)
         memory: Memory | None = getattr(call, "memory", None)
-        if memory is None or memory.of(self.index) is Keep.GRAPH:
+        if memory is None or (memory.of(self.index) is Keep.GRAPH and (call.compiler is None or self._draws())):
             return self.original(*args, **kwargs)
         for name, module in self.layer.named_modules():
             if module is not self.layer and type(module).__name__.startswith("FSDP"):
@@ -57,19 +62,26 @@ class Streamed:
                     "lost. Call fully_shard on the decoder layer as a whole."
                 )
         x, arguments = Arguments.bind(self.name, self.signature, self.context, args, kwargs)
+        keep = memory.of(self.index)
+        if keep is Keep.GRAPH:
+            return self._compiled(call, x, arguments)
         run = LayerRun(self._halves(call), arguments, call.shard.tiles.local, self._draws())
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
-        keep = memory.of(self.index)
         opens = keep is not Keep.NONE and memory.of(self.index + 1) is Keep.NONE
-        return StreamedLayer.apply(
-            Pass(self.layer, self._mixing(run, call), keep, opens, call), torch.is_grad_enabled(), x, *parameters
-        )
+        layer_pass = Pass(self.layer, self._mixing(run, call), keep, opens, call)
+        return StreamedLayer.apply(layer_pass, torch.is_grad_enabled(), x, *parameters)
+
+    def _compiled(self, call: StreamedCall, x: Tensor, arguments: Arguments) -> Tensor:
+        """Run the layer in one tile, its halves compiled, on autograd's own graph."""
+        assert call.compiler is not None
+        halves = CompiledHalves(self.halves, call.compiler, x.shape[1])
+        kwargs = arguments.tile(0, x.shape[1])
+        return halves.through(x, kwargs, arguments.names, call.attention)
 
     def _halves(self, call: StreamedCall) -> Halves:
         if call.compiler is None or self._draws():
             return self.halves
-        tiles = call.shard.tiles.local
-        return CompiledHalves(self.halves, call.compiler, len(tiles[0]))
+        return CompiledHalves(self.halves, call.compiler, len(call.shard.tiles.local[0]))
 
     def _mixing(self, run: LayerRun, call: StreamedCall) -> Mixing:
         if call.shard.layout.ring == 1:
