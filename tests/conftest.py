@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from pool import RunRanks, open_pool
 
 torch.set_num_threads(1)

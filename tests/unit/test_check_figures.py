@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from longspan.check.compare import (
     EXACT,
     FLOAT64,
     Case,
+    Moves,
     baseline,
     faults,
     gradient_error,
@@ -61,7 +63,7 @@ def test_relative() -> None:
 @pytest.mark.parametrize(
     ("wrong", "followed", "told"),
     [
-        ({}, 1.0, None),
+        ({}, 1.0, ""),
         ({"loss_rel_err": 2e-9}, 1.0, "loss_rel_err 2e-09 exceeds 1e-09"),
         ({"grad_rel_err": 2e-8}, 1.0, "grad_rel_err 2e-08 exceeds 1e-08"),
         ({"grad_rel_err": math.inf}, 1.0, "grad_rel_err inf"),
@@ -71,12 +73,12 @@ def test_relative() -> None:
         ({}, 0.99, "only 99% of a document's later tokens"),
     ],
 )
-def test_faults(wrong: dict[str, float], followed: float, told: str | None) -> None:
+def test_faults(wrong: dict[str, float], followed: float, told: str) -> None:
     case = replace(GOOD, **wrong)
     why = faults(case, EXACT, followed, FLOAT64)
-    assert [told in line for line in why] == ([] if told is None else [True])
+    assert [told in line for line in why] == ([True] if told else [])
     json = replace(case, why=why).to_json()
-    assert json["ok"] is (told is None)
+    assert json["ok"] is (not told)
     assert all(not isinstance(v, float) or math.isfinite(v) for v in json.values())
 
 
@@ -90,21 +92,22 @@ def test_the_plain_models_own_error_sets_the_limits_in_bfloat16() -> None:
     assert (limits.loss, limits.grad, limits.eval) == pytest.approx((0.1, 0.2, 0.1))
 
 
-def test_moves_tell_leaks_from_what_must_move() -> None:
+@pytest.mark.parametrize(
+    ("moved", "tolerance", "leaked", "followed"),
+    [
+        ([2, 3], 0.0, 0, 1.0),
+        ([2], 0.0, 0, 0.5),
+        ([3], 0.0, 0, 0.0),  # the changed token itself stayed
+        ([1, 2, 3], 0.0, 1, 1.0),  # an earlier token
+        ([2, 3, 4, 5], 0.0, 2, 1.0),  # the next document
+        ([2, 3, 4], 2.0, 0, 0.0),
+    ],
+)
+def test_moves_tell_leaks_from_what_must_move(moved: list[int], tolerance: float, leaked: int, followed: float) -> None:
     before = torch.zeros(1, 6, 2)
-    document, at = Document(0, 1, 4), 2
-
-    def after(*tokens: int) -> Tensor:
-        logits = before.clone()
-        logits[0, list(tokens), 0] = 1.0
-        return logits
-
-    assert moves(before, after(2, 3), document, at, 0.0) == (0, 1.0)
-    assert moves(before, after(2), document, at, 0.0) == (0, 0.5)
-    assert moves(before, after(3), document, at, 0.0) == (0, 0.0)  # the changed token itself stayed
-    assert moves(before, after(1, 2, 3), document, at, 0.0) == (1, 1.0)  # an earlier token
-    assert moves(before, after(2, 3, 4), document, at, 0.0) == (1, 1.0)  # the next document
-    assert moves(before, after(2, 3, 4), document, at, 2.0) == (0, 0.0)
+    after = before.clone()
+    after[0, moved, 0] = 1.0
+    assert moves(before, after, Document(0, 1, 4), 2, tolerance) == Moves(leaked, followed)
 
 
 @pytest.mark.parametrize("packed_only", [False, True])
@@ -149,11 +152,26 @@ def test_float64_reaches_what_libraries_compute_in_float32() -> None:
             seen.append(dx.float().dtype)
             return dx
 
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dx: Tensor) -> Tensor:  # type: ignore[override]
+            with torch.enable_grad():
+                leaf = ctx.saved_tensors[0].detach().requires_grad_()
+                return torch.autograd.grad(Spy.apply(leaf), leaf, dx)[0]
+
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
     with float64_throughout():
-        torch.autograd.backward(Spy.apply(x).sum())
+        Spy.apply(x).sum().backward()
+        torch.autograd.backward(Nested.apply(x).sum())
+        (dx,) = torch.autograd.grad(Spy.apply(x), x, torch.ones_like(x))
         seen += [torch.zeros(1).dtype, torch.softmax(x, 0, dtype=torch.float32).dtype]
-    assert seen == [torch.float64] * 4
+    assert seen == [torch.float64] * 8
+    assert torch.equal(dx, torch.ones_like(x))
     assert torch.zeros(1).dtype == x.detach().float().dtype == torch.float32
 
 

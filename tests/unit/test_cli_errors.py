@@ -155,6 +155,21 @@ def test_a_run_on_one_process(tmp_path: Path) -> None:
     assert "step 2/2" in err
 
 
+def curve(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [value for row in rows for value in (row["loss"], row["grad_norm"], row["tokens"])]
+
+
+@pytest.mark.parametrize("keep", ["x+O+KV", "x+O", "x"])
+def test_the_curve_does_not_depend_on_what_is_kept(tmp_path: Path, keep: str) -> None:
+    file, folder = run_file(tmp_path, max_steps=3), tmp_path / "tiles"
+    assert longspan("train", file)[0] == 0
+    arguments = ("--memory-keep", keep, "--memory-tile-tokens", "24", "--output-dir", folder)
+    code, _, err = longspan("train", file, *arguments)
+    assert code == 0, err
+    assert curve(folder) == pytest.approx(curve(tmp_path / "out"), rel=1e-5)
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_the_curve_and_the_model_do_not_depend_on_the_division(tmp_path: Path) -> None:
@@ -168,8 +183,7 @@ def test_the_curve_and_the_model_do_not_depend_on_the_division(tmp_path: Path) -
         code, out, err = started("train", file, *arguments)
         assert code == 0, err
         assert out.splitlines()[-1] == f"output_dir: {folder}"
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [value for row in rows for value in (row["loss"], row["grad_norm"], row["tokens"])]
+        losses[name] = curve(folder)
         weights[name] = load_file(folder / "model" / "model.safetensors")
     for name in divisions:
         assert losses[name] == pytest.approx(losses["one"], rel=1e-5), name

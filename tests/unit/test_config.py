@@ -89,6 +89,7 @@ def test_unknown_key_in_a_section() -> None:
         ({"sequence_length": "8Q"}, ["sequence_length: '8Q'", "128K"]),
         ({"sequence_parallel_size": 4, "ulysses_degree": 3}, ["ulysses_degree 3", "sequence_parallel_size 4"]),
         ({"sequence_parallel_size": 4, "ulysses_degree": 2, "ring_degree": 1}, ["2 x ring_degree 1"]),
+        ({"memory": {"tile_tokens": "1K"}}, ["memory.tile_tokens needs memory.keep"]),
         ({"engine": "ddp", "compute_dtype": "bfloat16"}, ["needs engine fsdp2"]),
         ({"schedule": {"warmup_steps": 9}}, ["warmup_steps 9 exceeds max_steps 3"]),
         ({"data": {"files": "${home}/x"}}, ["${home}", "${stdlib}"]),
@@ -169,6 +170,8 @@ def test_examples_are_valid() -> None:
         overrides: dict[tuple[str, ...], Any] = {setting.path: str(setting.example)}
         if setting.path[-1] in ("ulysses_degree", "ring_degree"):
             overrides[("sequence_parallel_size",)] = 4
+        if setting.path[-1] == "tile_tokens":
+            overrides[("memory", "keep")] = "x"
         if setting.path[-1] == "warmup_steps":
             overrides[("max_steps",)] = 100
         assert parse_config(minimal(), overrides)

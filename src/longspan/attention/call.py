@@ -33,13 +33,18 @@ class Request:
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv], in autocast's dtype where it is on."""
-        q, k, v = (t.transpose(1, 2) for t in (self.q, self.k, self.v))
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, (k, v) = self.query(), self.keys()
         if not q.dtype == k.dtype == v.dtype:
             raise ModelError(f"{self.layer} hands attention q, k, v of {q.dtype}, {k.dtype}, {v.dtype}.")
         return q, k, v
+
+    def query(self) -> Tensor:
+        """Return q alone."""
+        return _cast(self.q.transpose(1, 2))
+
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Return k and v."""
+        return _cast(self.k.transpose(1, 2)), _cast(self.v.transpose(1, 2))
 
     def refuse_unknown(self, handed_through: frozenset[str]) -> None:
         """Raise if the layer asks for something that would change the result and is not supported.
@@ -55,6 +60,12 @@ class Request:
                 f"{self.layer} asks attention for {name}={shown}, which longspan does not support yet; "
                 "leaving it out would change the result."
             )
+
+
+def _cast(t: Tensor) -> Tensor:
+    """Cast to autocast's dtype where it is on, as the attention functions of torch do."""
+    device = t.device.type
+    return t.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else t
 
 
 class Call(Protocol):

@@ -80,7 +80,7 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
     config, changes = _affordable(config) if device.type == "cpu" else (config, {})
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 1
-    tokens = _tokens(settings, heads, getattr(text, "max_position_embeddings", None))
+    tokens = _tokens(settings, heads, getattr(text, "max_position_embeddings", None), device)
     with float64_throughout() if precision is FLOAT64 else contextlib.nullcontext():
         bench = _bench(config, samples(tokens, text.vocab_size, settings.packed), precision, device)
         plans: list[Plan] = []
@@ -114,8 +114,9 @@ def _affordable(config: Any) -> tuple[Any, dict[str, int]]:
     count = parameter_count(config)
     if count > _MOST_PARAMETERS:
         raise ConfigError(
-            f"{type(config).__name__} has {count:,} parameters even with few layers and {changes or 'no width'} cut, more "
-            f"than the {_MOST_PARAMETERS:,} that CPUs check in a minute. Check it on GPUs, or a narrower configuration."
+            f"{type(config).__name__} has {count:,} parameters even with few layers and {changes or 'no width'} cut, "
+            f"more than the {_MOST_PARAMETERS:,} that CPUs check in a minute. Check it on GPUs, or a narrower "
+            "configuration."
         )
     return config, changes
 
@@ -130,9 +131,12 @@ def _precision(dtype: str | None, device: torch.device) -> Precision:
     return known[name]
 
 
-def _tokens(settings: Settings, heads: int, most: int | None) -> int:
-    """Return the tokens per row: by default a length that no number of ranks divides, longer than 64."""
-    tokens = 40 * settings.sp + 7 if settings.seq_len is None else settings.seq_len
+def _tokens(settings: Settings, heads: int, most: int | None, device: torch.device) -> int:
+    """Return the tokens per row: by default an odd number, more of them on GPUs."""
+    tokens = settings.seq_len
+    if tokens is None:
+        each = 40 if device.type == "cpu" else max(40, min(250, 2000 // settings.sp))
+        tokens = each * settings.sp + 7
     if tokens < 4:
         raise ConfigError(f"A check needs at least 4 tokens per row, got {tokens}.")
     if most is not None and tokens > most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
@@ -44,7 +45,11 @@ class Flags:
         bool, typer.Option("--packed", help="Packed documents only, also in several rows. (default false)")
     ] = False
     seq_len: Annotated[
-        str | None, typer.Option(help="Tokens per row, any number; 2K is 2048. (default 40 x sp + 7)", metavar="SIZE")
+        str | None,
+        typer.Option(
+            help="Tokens per row, any number; 2K is 2048. (default 40 x sp + 7, on GPUs up to 250 x sp + 7)",
+            metavar="SIZE",
+        ),
     ] = None
     layers: Annotated[
         int | None,
@@ -64,6 +69,25 @@ class Flags:
     json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else. (default false)")] = False
 
 
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command a parameter per field of `Flags`: typer reads them from its signature."""
+    hints = get_type_hints(Flags, include_extras=True)
+    command.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=hints[field.name],
+            )
+            for field in fields(Flags)
+        ]
+    )
+    command.__annotations__ = hints
+    return command
+
+
+@_with_flags
 def check(**flags: Any) -> None:
     """Compare loss, gradients, evaluation and document borders with the plain model on one process.
 
@@ -83,34 +107,15 @@ def check(**flags: Any) -> None:
         raise typer.Exit(1)
 
 
-def _declare() -> None:
-    """Give `check` a parameter per field of `Flags`: typer reads them from the signature."""
-    hints = get_type_hints(Flags, include_extras=True)
-    check.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
-        [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=hints[field.name],
-            )
-            for field in fields(Flags)
-        ]
-    )
-    check.__annotations__ = hints
-
-
-_declare()
-
-
 def run(flags: Flags) -> dict[str, Any]:
     """Start the processes and return their result: `ok`, `cases`, and what was checked.
 
     Raises:
         LongspanError: what the processes, or a look at the flags, found to be impossible.
     """
-    degrees = [degree for degree in (flags.ulysses, flags.ring) if degree is not None]
-    if flags.sp < 1 or any(degree < 1 or flags.sp % degree for degree in degrees):
+    made = (flags.ulysses or 1) * (flags.ring or 1)
+    both = flags.ulysses is not None and flags.ring is not None
+    if min(flags.sp, flags.ulysses or 1, flags.ring or 1) < 1 or flags.sp % made or (both and made != flags.sp):
         raise TopologyError(
             f"--ulysses x --ring must make --sp, got {flags.ulysses} and {flags.ring} for {flags.sp}: give one of "
             "them, a divisor, or neither."

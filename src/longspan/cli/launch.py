@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -27,6 +28,8 @@ from longspan.train.progress import Progress
 
 _PRELOADED = ["longspan.cli.launch"]
 """What is imported once, in the process that the others are forked from."""
+
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def join(config: RunConfig, to_stderr: bool) -> bool:
     except LongspanError:
         if rank == 0:
             raise
+        time.sleep(_PATIENCE_S)  # torchrun ends all processes with the first; let that be the one that speaks
         sys.exit(2)
     stream = sys.stderr if to_stderr else sys.stdout
     if rank == 0:
@@ -96,7 +100,7 @@ def _launch(job: Job, processes: int) -> None:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.2,
-        start_method="forkserver",
+        start_method="spawn" if torch.cuda.device_count() else "forkserver",
     )
     multiprocessing.set_forkserver_preload(_PRELOADED)
     logging.disable(logging.CRITICAL)  # the launcher's account of a failure; ours is printed instead

@@ -35,14 +35,15 @@ class Job:
 def start(job: Job) -> dict[str, Any]:
     """Run a check on as many processes as share a sequence.
 
-    The processes are forks of one that has imported everything, where the system can do that.
+    The processes are forks of one that has imported everything, where the system can do that; with GPUs they start
+    afresh, as a fork of a process that has looked at CUDA cannot use it.
 
     Raises:
         LongspanError: the first error of a process, of the same kind.
     """
-    methods = mp.get_all_start_methods()
-    context: Any = mp.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if "forkserver" in methods:
+    forks = "forkserver" in mp.get_all_start_methods() and not has_gpu()
+    context: Any = mp.get_context("forkserver" if forks else "spawn")
+    if forks:
         context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         ranks = [
@@ -55,6 +56,13 @@ def start(job: Job) -> dict[str, Any]:
         finally:
             _end(ranks)
         return _result(Path(folder), [rank.exitcode for rank in ranks])
+
+
+def has_gpu() -> bool:
+    """Whether this host has a GPU that torch can use."""
+    import torch
+
+    return torch.cuda.device_count() > 0
 
 
 def _wait(ranks: Sequence[BaseProcess]) -> None:

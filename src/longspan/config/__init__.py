@@ -4,6 +4,7 @@ from longspan.config.load import load_config, parse_config
 from longspan.config.schema import (
     DataConfig,
     LoggingConfig,
+    MemoryConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
@@ -16,6 +17,7 @@ from longspan.config.settings import Setting, settings
 __all__ = [
     "DataConfig",
     "LoggingConfig",
+    "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RunConfig",

@@ -104,6 +104,24 @@ class DataConfig(Section):
     shuffle: bool = _field("Draw a new order of the documents for each epoch, from the seed.", True, example=True)
 
 
+class MemoryConfig(Section):
+    """What layers keep for backward."""
+
+    keep: Literal["graph", "x+O+KV", "x+O", "x"] = _field(
+        "What a layer keeps from forward to backward: 'graph' all activations, computing nothing again; 'x+O+KV' its "
+        "input, attention output, keys and values; 'x+O' projects keys and values again; 'x' runs attention again too.",
+        "graph",
+        example="x+O",
+    )
+    tile_tokens: Size | None = _field(
+        "Run a layer on this many tokens of a process at a time; null: all at once. Needs another keep than 'graph'.",
+        None,
+        unit="tokens",
+        example="16K",
+        ge=1,
+    )
+
+
 class OptimizerConfig(Section):
     """AdamW."""
 
@@ -175,6 +193,7 @@ class RunConfig(Section):
         None,
         example="bfloat16",
     )
+    memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     max_steps: Int = _field("Optimizer steps.", unit="steps", example=1000, ge=1)
@@ -195,6 +214,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"ulysses_degree {ulysses} x ring_degree {ring} does not make sequence_parallel_size {sp}: set one of "
                 "them to a divisor and leave the other out"
+            )
+        if self.memory.tile_tokens is not None and self.memory.keep == "graph":
+            raise ValueError(
+                "memory.tile_tokens needs memory.keep: x+O (or another than graph), which runs layers in tiles"
             )
         if self.compute_dtype is not None and self.engine in ("single", "ddp"):
             raise ValueError(

@@ -29,7 +29,9 @@ def few_layers(config: PretrainedConfig, layers: int | None = None) -> Pretraine
     text = config.get_text_config()
     total = getattr(text, "num_hidden_layers", None)
     if not total:
-        raise ConfigError(f"{type(config).__name__} has no num_hidden_layers; it is no configuration of a language model.")
+        raise ConfigError(
+            f"{type(config).__name__} has no num_hidden_layers; it is no configuration of a language model."
+        )
     kinds = getattr(text, "layer_types", None) or [None] * total
     enough = min(max(2, 1 + max(kinds.index(kind) for kind in set(kinds))), total)
     count = enough if layers is None else layers

@@ -1,90 +1,244 @@
-"""The halves of a layer compiled: one graph each, whatever the number of layers and tiles."""
+"""The halves of a layer compiled, forward and backward, each graph holding only what its results need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from longspan.attention.call import Request
-from longspan.stream.calls import Answer, Capture, Inject, StopLayer
+from longspan.stream.calls import Answer
+from longspan.stream.graph import DifferentiableHalves
 from longspan.stream.halves import Halves
 
-Code = Callable[..., Any]
+Graph = Callable[..., Any]
 
 
+@dataclass
 class Compiler:
-    """Compiles the halves of layers, each kind of layer once.
+    """Compiled graphs of layers, one per kind of layer, half and shape.
 
-    The exception that stops a layer is raised and caught inside the compiled function, so there is no graph break, and
-    dead code elimination drops what a half does not need: the half after attention projects no queries or keys.
+    A half is traced with its derivative, so that what the derivative does not need is not computed: no product whose
+    value nobody uses (the last one of the MLP, or k and v where they are kept) is recomputed in backward.
 
     Args:
         backend: a backend of torch.compile.
     """
 
-    def __init__(self, backend: str) -> None:
-        self.before = torch.compile(_before, backend=backend, fullgraph=True, dynamic=False)
-        self.after = torch.compile(_after, backend=backend, fullgraph=True, dynamic=False)
+    backend: str
+    graphs: dict[Any, tuple[Graph, float]] = field(default_factory=dict)
+
+    @cached_property
+    def differentiable(self) -> DifferentiableHalves:
+        """Halves for layers that keep their activations."""
+        return DifferentiableHalves(self.backend)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiler:
-        return self
+        return Compiler(self.backend)
+
+    def graph(self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], scale: list[float]) -> tuple[Graph, float]:
+        """Return the compiled function of these tensors, tracing it at its first use.
+
+        Args:
+            scale: where tracing leaves the attention's scale, if it meets the attention.
+        """
+        if key not in self.graphs:
+            traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+            traced.graph.eliminate_dead_code()
+            traced.recompile()
+            compiled = torch.compile(traced, backend=self.backend, fullgraph=True, dynamic=False)
+            self.graphs[key] = compiled, scale[0] if scale else 0.0
+        return self.graphs[key]
 
 
 class CompiledHalves(Halves):
-    """Halves that run compiled; each half reads only its own part of the layer.
-
-    Args:
-        tokens: tiles of another size run eagerly, as each size is a compilation of its own.
-    """
+    """Halves that run compiled; tiles of another size than `tokens` run eagerly, as each size would be compiled."""
 
     def __init__(self, plain: Halves, compiler: Compiler, tokens: int) -> None:
         self.layer, self.code = plain.layer, plain.code
         self.hidden_name, self.context = plain.hidden_name, plain.context
         self.compiler, self.tokens = compiler, tokens
+        self.slots = Slots(self.layer)
+
+    def differentiates(self, tokens: int) -> bool:
+        """Whether tiles of so many tokens are compiled."""
+        return tokens == self.tokens
 
     def through(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer) -> Tensor:
         """Run one half, the attention, and the other half."""
+        if x.shape[1] != self.tokens:
+            return super().through(x, kwargs, names, answer)
         return self.after(x, kwargs, answer(self.before(x, kwargs, names)))[0]
 
-    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str]) -> Request:
-        """Run the compiled half before attention."""
+    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], wanted: str = "qkv") -> Request:
+        """Run the half before attention; of q, k and v only those `wanted` are computed."""
         if x.shape[1] != self.tokens:
             return super().before(x, kwargs, names)
-        q, k, v, scale = self.compiler.before(self.code, self.layer, self._kwargs(x, kwargs), self.context, names)
-        return Request(self.layer, q, k, v, scale, {})
+        plain = super().before
+
+        def function(inputs: Inputs, x: Tensor) -> tuple[Tensor, ...]:
+            request = plain(x, inputs.kwargs, names)
+            scale.append(request.scale)
+            return tuple(getattr(request, name) for name in wanted)
+
+        scale: list[float] = []
+        results, found = self._run(("before", wanted), function, kwargs, [x], scale)
+        q, k, v = _named(results, wanted)
+        return Request(self.layer, q, k, v, found, {})  # type: ignore[arg-type]
 
     def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None]:
-        """Run the compiled half after attention; the call it answers is not returned."""
+        """Run the half after attention; the call it answers is not returned."""
         if x.shape[1] != self.tokens:
-            return super().after(x, kwargs, out)[0], None
-        return self.compiler.after(self.code, self.layer, self._kwargs(x, kwargs), self.context, _plain(out)), None
+            return super().after(x, kwargs, out)
+        plain = super().after
+        result, _ = self._run("after", lambda i, x, out: plain(x, i.kwargs, out)[0], kwargs, [x, out])
+        return result, None
 
-    def _kwargs(self, x: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {self.hidden_name: _plain(x)} | {key: _plain(value) for key, value in kwargs.items()}
+    def differentiate_after(
+        self, x: Tensor, kwargs: dict[str, Any], out: Tensor, dy: Tensor, need_x: bool
+    ) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
+        """Return the gradients of x, of the attention output and of the parameters, through the half after attention."""
+        plain = super().after
+
+        def function(inputs: Inputs, x: Tensor, out: Tensor, dy: Tensor) -> list[Tensor | None]:
+            return inputs.gradients(lambda x, out: [plain(x, inputs.kwargs, out)[0]], [x, out], [dy], need_x)
+
+        results, _ = self._run(("after'", need_x), function, kwargs, [x, out, dy])
+        dx, dout, *rest = results
+        return dx, dout, rest
+
+    def differentiate_before(
+        self, x: Tensor, kwargs: dict[str, Any], dqkv: Sequence[Tensor], need_x: bool, names: frozenset[str]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return the gradients of x and of the parameters through the half before attention."""
+        plain = super().before
+
+        def half(kwargs: dict[str, Any], x: Tensor) -> list[Tensor]:
+            request = plain(x, kwargs, names)
+            return [request.q, request.k, request.v]
+
+        def function(inputs: Inputs, x: Tensor, *dqkv: Tensor) -> list[Tensor | None]:
+            return inputs.gradients(lambda x: half(inputs.kwargs, x), [x], dqkv, need_x)
+
+        results, _ = self._run(("before'", need_x), function, kwargs, [x, *dqkv])
+        dx, *rest = results
+        return dx, rest
+
+    def _run(
+        self, half: Any, function: Callable[..., Any], kwargs: dict[str, Any], tensors: list[Tensor], scale: Any = None
+    ) -> tuple[Any, float]:
+        leaves, spec = pytree.tree_flatten(kwargs)
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        state = self.slots.tensors()
+        count = (len(tensors), len(given))
+
+        def flat(*all_tensors: Tensor) -> Any:
+            own, passed, held = _split(all_tensors, *count)
+            filled = iter(passed)
+            values = [next(filled) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            inputs = Inputs(pytree.tree_unflatten(values, spec), held, self.slots.trained())
+            with self.slots.holding(held):
+                return function(inputs, *own)
+
+        flow = [_plain(t.detach()) for t in (*tensors, *given)] + [t.detach() for t in state]
+        shapes = tuple((tuple(t.shape), t.dtype) for t in flow)
+        autocast = torch.is_autocast_enabled(flow[0].device.type) and torch.get_autocast_dtype(flow[0].device.type)
+        key = (half, self.slots.kind, self.slots.trained(), shapes, others, str(spec), autocast)
+        with torch.no_grad():
+            graph, found = self.compiler.graph(key, flat, flow, scale)
+            return graph(*flow), found
 
 
-def _before(
-    code: Code, layer: nn.Module, kwargs: dict[str, Any], context: str, names: frozenset[str]
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    capture = Capture(names)
-    try:
-        code(layer, **kwargs, **{context: capture})
-    except StopLayer:
-        pass
-    request: Any = capture.request
-    return request.q, request.k, request.v, request.scale
+@dataclass
+class Inputs:
+    """What a traced half is given: keyword arguments and the layer's tensors, of which some are trained."""
+
+    kwargs: dict[str, Any]
+    state: Sequence[Tensor]
+    trained: tuple[bool, ...]
+
+    def gradients(
+        self, half: Callable[..., list[Tensor]], operands: list[Tensor], douts: Sequence[Tensor], need_x: bool
+    ) -> list[Tensor | None]:
+        """Differentiate `half(*operands)`; gradients of the operands (None for x if not needed), then of parameters."""
+        parameters = [t for t, trained in zip(self.state, self.trained, strict=True) if trained]
+        for tensor in (*operands[0 if need_x else 1 :], *parameters):
+            tensor.requires_grad_()
+        wanted = [*operands[0 if need_x else 1 :], *parameters]
+        with torch.enable_grad():
+            pairs = [(o, d) for o, d in zip(half(*operands), douts, strict=True) if o.requires_grad]
+            if not pairs or not wanted:
+                return [None] * (len(operands) + len(parameters))
+            grads = torch.autograd.grad([o for o, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True)
+        return list(grads) if need_x else [None, *grads]
 
 
-def _after(code: Code, layer: nn.Module, kwargs: dict[str, Any], context: str, out: Tensor) -> Tensor:
-    return code(layer, **kwargs, **{context: Inject(out)})
+class Slots:
+    """The places of a layer's parameters and buffers, and a description of the layer that ignores their values."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        found: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        order: list[int] = []
+        for module in layer.modules():
+            for holder in (module._parameters, module._buffers):
+                for name, tensor in holder.items():
+                    if tensor is not None:
+                        if id(tensor) not in found:
+                            order.append(id(tensor))
+                        found.setdefault(id(tensor), []).append((holder, name))
+        self.places = [found[i] for i in order]
+        self.kind = tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors at the places now."""
+        return [holder[name] for (holder, name), *_ in self.places]
+
+    def trained(self) -> tuple[bool, ...]:
+        """Tell of each tensor whether it is trained, in the order of `layer.parameters()` for those that are."""
+        return tuple(t.requires_grad for t in self.tensors())
+
+    @contextmanager
+    def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Put other tensors into the places for a while."""
+        before = self.tensors()
+        try:
+            self._put(tensors)
+            yield
+        finally:
+            self._put(before)
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        for places, tensor in zip(self.places, tensors, strict=True):
+            for holder, name in places:
+                holder[name] = tensor
 
 
-def _plain(value: Any) -> Any:
-    """Give tensors (also in tuples) the strides of their shape: a cut of one row has those of the row, which differ
-    from one length to the next and would each be compiled for."""
-    if isinstance(value, Tensor):
-        return value.reshape(-1).view(value.shape)
-    return tuple(_plain(v) for v in value) if isinstance(value, tuple) else value
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's plain settings; its index in the model makes no difference to what it computes."""
+    simple = (bool, int, float, str, type(None))
+    items = [(k, v) for k, v in vars(module).items() if isinstance(v, simple) and k != "layer_idx"]
+    return tuple(sorted(items, key=lambda item: item[0]))
+
+
+def _split(tensors: Sequence[Tensor], own: int, passed: int) -> tuple[Sequence[Tensor], ...]:
+    return tensors[:own], tensors[own : own + passed], tensors[own + passed :]
+
+
+def _named(results: Sequence[Tensor], wanted: str) -> list[Tensor | None]:
+    found = dict(zip(wanted, results, strict=True))
+    return [found.get(name) for name in "qkv"]
+
+
+def _plain(t: Tensor) -> Tensor:
+    """Give a tensor the strides of its shape: a cut of one row has those of the row, which differ from one length to
+    the next and would each be compiled for."""
+    return t.reshape(-1).view(t.shape)

@@ -42,15 +42,31 @@ class LayerRun:
         with self._ambient(index, x.device):
             return self.halves.through(x, self._kwargs(index), self.arguments.names, answer)
 
-    def before(self, index: int, x: Tensor) -> Request:
-        """Run a tile up to its attention call."""
+    def before(self, index: int, x: Tensor, wanted: str = "qkv") -> Request:
+        """Run a tile up to its attention call; of q, k and v at least those `wanted` are in it."""
         with self._ambient(index, x.device):
-            return self.halves.before(x, self._kwargs(index), self.arguments.names)
+            return self.halves.before(x, self._kwargs(index), self.arguments.names, wanted)
 
     def after(self, index: int, x: Tensor, out: Tensor) -> tuple[Tensor, Request | None]:
         """Run a tile with its attention output [B, t, H, Dv] known -> [B, t, d], and the call if it was recorded."""
         with self._ambient(index, x.device):
             return self.halves.after(x, self._kwargs(index), out)
+
+    def backward(self, index: int, gradients: Gradients) -> TileBackward:
+        """Return the backward of a tile."""
+        at = self.tiles[index]
+        kind = CompiledTile if self.halves.differentiates(at.stop - at.start) else EagerTile
+        return kind(self, index, gradients)
+
+    def differentiate_after(self, index: int, x: Tensor, out: Tensor, dy: Tensor, need_x: bool) -> Any:
+        """See `CompiledHalves.differentiate_after`."""
+        with self._ambient(index, x.device):
+            return self.halves.differentiate_after(x, self._kwargs(index), out, dy, need_x)
+
+    def differentiate_before(self, index: int, x: Tensor, dqkv: Sequence[Tensor], need_x: bool) -> Any:
+        """See `CompiledHalves.differentiate_before`."""
+        with self._ambient(index, x.device):
+            return self.halves.differentiate_before(x, self._kwargs(index), dqkv, need_x, self.arguments.names)
 
     def _kwargs(self, index: int) -> dict[str, Any]:
         at = self.tiles[index]
@@ -129,29 +145,95 @@ class Gradients:
                 [out for out, _ in pairs], inputs, [d for _, d in pairs], allow_unused=True, retain_graph=again
             )
         )
-        if self.need_x:
-            dx = grads.pop(0)
-            if dx is not None and self.dx is not None:
-                self.dx[:, at.start : at.stop] += dx
-        self.sums.add(grads[len(more) :])
+        dx = grads.pop(0) if self.need_x else None
+        self.put(at, dx, grads[len(more) :])
         return tuple(grads[: len(more)])
 
+    def put(self, at: Piece, dx: Tensor | None, parameters: Sequence[Tensor | None]) -> None:
+        """Add a tile's gradients of the hidden states and the parameters."""
+        if dx is not None and self.dx is not None:
+            self.dx[:, at.start : at.stop] += dx
+        self.sums.add(parameters)
 
-def inject(run: LayerRun, index: int, gradients: Gradients, out: Tensor) -> tuple[Tensor, Request | None, Tensor]:
-    """Run a tile with its attention output known, and differentiate what follows attention.
 
-    Args:
-        out: [B, t, H, Dv] of this rank's tokens.
+class TileBackward(ABC):
+    """The backward of one tile: what follows its attention, then what comes before it."""
 
-    Returns:
-        The gradient of `out`; the request with the graph of q, k and v if the tile ran in one go; the leaf of both.
-    """
-    at = run.tiles[index]
-    leaf, known = gradients.leaf(at), out.detach().requires_grad_()
-    y, request = run.after(index, leaf, known)
-    dy = gradients.dy[:, at.start : at.stop]
-    (dout,) = gradients.add(at, leaf, [y], [dy], known, again=request is not None)
-    return torch.zeros_like(known) if dout is None else dout, request, leaf
+    def __init__(self, run: LayerRun, index: int, gradients: Gradients) -> None:
+        self.run, self.index, self.gradients = run, index, gradients
+        self.at = run.tiles[index]
+
+    @abstractmethod
+    def after(self, out: Tensor, hold: bool) -> Tensor:
+        """Differentiate what follows attention, whose output [B, t, H, Dv] is known; return its gradient.
+
+        Args:
+            hold: keep what `query` and `before` can use, if the tile was run in one go.
+        """
+
+    @abstractmethod
+    def query(self) -> Request:
+        """Return a request with the tile's q, after `after(hold=True)`."""
+
+    @abstractmethod
+    def before(self, dqkv: Sequence[Tensor]) -> None:
+        """Differentiate what comes before attention, given the gradients of q, k and v [B, t, heads, ...]."""
+
+
+class EagerTile(TileBackward):
+    """Runs the layer's code and autograd."""
+
+    leaf: Tensor | None = None
+    request: Request | None = None
+
+    def after(self, out: Tensor, hold: bool) -> Tensor:
+        """Run the tile with gradients; its q, k and v come along and stay if held."""
+        leaf, known = self.gradients.leaf(self.at), out.detach().requires_grad_()
+        y, request = self.run.after(self.index, leaf, known)
+        dy = self.gradients.dy[:, self.at.start : self.at.stop]
+        (dout,) = self.gradients.add(self.at, leaf, [y], [dy], known, again=hold)
+        if hold:
+            self.leaf, self.request = leaf, request
+        return torch.zeros_like(known) if dout is None else dout
+
+    def query(self) -> Request:
+        """Return the request of `after`."""
+        assert self.request is not None
+        return self.request
+
+    def before(self, dqkv: Sequence[Tensor]) -> None:
+        """Differentiate q, k and v, running the tile up to them again unless they were held."""
+        if self.leaf is None or self.request is None:
+            self.leaf = self.gradients.leaf(self.at)
+            self.request = self.run.before(self.index, self.leaf)
+        operands = self.request.operands()
+        self.gradients.add(self.at, self.leaf, operands, [d.to(o.dtype) for d, o in zip(dqkv, operands, strict=True)])
+
+
+class CompiledTile(TileBackward):
+    """Runs compiled derivatives, which recompute only what they need."""
+
+    def after(self, out: Tensor, hold: bool) -> Tensor:
+        """Differentiate the half after attention."""
+        grads = self.gradients
+        dy = grads.dy[:, self.at.start : self.at.stop]
+        dx, dout, parameters = self.run.differentiate_after(self.index, self._x, out, dy, grads.need_x)
+        grads.put(self.at, dx, parameters)
+        return torch.zeros_like(out) if dout is None else dout
+
+    def query(self) -> Request:
+        """Compute q alone."""
+        return self.run.before(self.index, self._x, "q")
+
+    def before(self, dqkv: Sequence[Tensor]) -> None:
+        """Differentiate the half before attention."""
+        grads = [d.transpose(1, 2) for d in dqkv]
+        dx, parameters = self.run.differentiate_before(self.index, self._x, grads, self.gradients.need_x)
+        self.gradients.put(self.at, dx, parameters)
+
+    @property
+    def _x(self) -> Tensor:
+        return self.gradients.x[:, self.at.start : self.at.stop]
 
 
 class SegmentSlot(Protocol):

@@ -35,8 +35,12 @@ class Halves:
         """Run the layer on a tile with `call` answering its attention."""
         return _run(self.code, self.layer, {self.hidden_name: x, **kwargs, self.context: call})
 
-    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str]) -> Request:
-        """Run the layer on a tile up to its attention call."""
+    def differentiates(self, tokens: int) -> bool:
+        """Whether tiles of so many tokens have derivatives of their own."""
+        return False
+
+    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], wanted: str = "qkv") -> Request:
+        """Run the layer on a tile up to its attention call; of q, k and v at least those `wanted` are computed."""
         capture = Capture(names)
         try:
             self.whole(x, kwargs, capture)

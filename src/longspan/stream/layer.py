@@ -74,9 +74,8 @@ class Streamed:
     def _compiled(self, call: StreamedCall, x: Tensor, arguments: Arguments) -> Tensor:
         """Run the layer in one tile, its halves compiled, on autograd's own graph."""
         assert call.compiler is not None
-        halves = CompiledHalves(self.halves, call.compiler, x.shape[1])
         kwargs = arguments.tile(0, x.shape[1])
-        return halves.through(x, kwargs, arguments.names, call.attention)
+        return call.compiler.differentiable.through(self.halves, x, kwargs, arguments.names, call.attention)
 
     def _halves(self, call: StreamedCall) -> Halves:
         if call.compiler is None or self._draws():

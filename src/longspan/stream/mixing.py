@@ -10,7 +10,7 @@ from longspan.attention.call import Request
 from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
-from longspan.stream.function import Gradients, LayerRun, Mixing, inject
+from longspan.stream.function import Gradients, LayerRun, Mixing
 from longspan.stream.keep import Keep
 from longspan.stream.prefix import Prefix, Tiles
 
@@ -57,13 +57,13 @@ class PrefixMixing(Mixing):
         ulysses = prefix.ulysses
         for index in reversed(range(len(self.run.tiles))):
             out, lse = results.pop()
-            dout, request, leaf = inject(self.run, index, gradients, out)
-            request = request or self.run.before(index, leaf)
-            operands = request.operands()
-            q, out, dout = ulysses.enter_queries(operands[0].detach(), out, dout.to(out.dtype))
+            tile = self.run.backward(index, gradients)
+            dout = tile.after(out, hold=True)
+            request = tile.query()
+            q, out, dout = ulysses.enter_queries(request.query().detach(), out, dout.to(out.dtype))
             parts = prefix.backward(index, dout, q, out, lse, request.scale)
             dqkv = ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
-            gradients.add(self.run.tiles[index], leaf, operands, [part.to(q.dtype) for part in dqkv])
+            tile.before([part.to(q.dtype) for part in dqkv])
 
     def _restore(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep) -> tuple[Prefix, list[tuple[Tensor, Tensor]]]:
         """Return the layer's keys and values, and out and lse of each tile."""
@@ -75,9 +75,9 @@ class PrefixMixing(Mixing):
         results = list(zip(kept[::2], kept[1::2], strict=True))
         with torch.no_grad():
             for index, at in enumerate(self.run.tiles):
-                request = self.run.before(index, x[:, at.start : at.stop])
+                request = self.run.before(index, x[:, at.start : at.stop], "kv" if keep.has_out else "qkv")
                 if keep.has_out:
-                    prefix[0].append(index, *self.ulysses.enter_keys(*request.operands()[1:]))
+                    prefix[0].append(index, *self.ulysses.enter_keys(*request.keys()))
                 else:
                     results.append(self._attend(request, index, prefix))
         return prefix[0], results
@@ -130,18 +130,16 @@ class WholeMixing(Mixing):
             out, lse = kept[-2:] if keep.has_out else self._attend(q, k, v)
         dout = torch.empty_like(out)
         for index, at in enumerate(run.tiles):
-            dout[:, at.start : at.stop] = inject(run, index, gradients, out[:, at.start : at.stop])[0]
+            dout[:, at.start : at.stop] = run.backward(index, gradients).after(out[:, at.start : at.stop], hold=False)
         out, dout = ulysses.enter_queries(out, dout)
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
         dq, dk, dv = self.ring.backward(dout, saved, self.schedule, self.scale)
         parts = (dq, ulysses.contract(dk), ulysses.contract(dv))
         dqkv = ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
+        out_dtype = q.dtype
         del q, k, v, out, dout, saved, dq, dk, dv, parts
         for index, at in enumerate(run.tiles):
-            leaf = gradients.leaf(at)
-            operands = run.before(index, leaf).operands()
-            douts = [part[:, at.start : at.stop].to(o.dtype) for part, o in zip(dqkv, operands, strict=True)]
-            gradients.add(at, leaf, operands, douts)
+            run.backward(index, gradients).before([part[:, at.start : at.stop].to(out_dtype) for part in dqkv])
 
     def _capture(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of all tokens and this rank's heads."""

@@ -20,6 +20,7 @@ from longspan.errors import TrainingError
 from longspan.integrations.models import build_model, write_pretrained
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.mesh import Mesh
+from longspan.stream.keep import Keep, Memory
 from longspan.train.checkpoint import METRICS, MODEL, clear_output, save_model
 from longspan.train.data import Corpus
 from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_bytes, peak_flops
@@ -111,6 +112,7 @@ def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Train
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
         kernel=config.kernel,
+        memory=Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
         grad_reduction=engine.grad_reduction,
     )
     work = model_work(model, model.config.get_text_config())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]

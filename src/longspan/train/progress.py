@@ -38,7 +38,7 @@ class Progress:
     def note(self, text: str) -> None:
         """Write a line that stays."""
         if self._live is not None:
-            self._live.console.print(Text(text))
+            self._live.console.print(Text(text), soft_wrap=True)
         else:
             print(text, file=self._stream, flush=True)
 

@@ -126,7 +126,7 @@ class Applied:
             return full
         lengths = torch.tensor(shard.lengths, device=full.device)
         real = torch.arange(full.shape[1], device=full.device) < lengths[:, None]
-        return full * real.view(*real.shape, *[1] * (full.dim() - 2)).to(full.dtype)
+        return full.masked_fill(~real.view(*real.shape, *[1] * (full.dim() - 2)), 0)
 
     @overload
     def token_logps(self, part: Mapping[str, Any], *, gather: bool = False, model: Any = None) -> Tensor: ...
@@ -192,7 +192,8 @@ class Applied:
             yield self.model
         finally:
             self.bypassed = False
-            use_attention(self.model, NAME)
+            if self._replaced:
+                use_attention(self.model, NAME)
 
     def remove(self) -> None:
         """Give the model back as it was before `prepare`."""

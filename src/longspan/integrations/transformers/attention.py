@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +33,11 @@ def attention(
             "keyword arguments on to its attention, or one of its parts was called by itself. Use handle.shard(batch), "
             "or `with handle.bypass():` for the plain model."
         )
+    if isinstance(attention_mask, _Restricted):
+        raise ModelError(
+            f"{request.layer} asks attention for {attention_mask.told}, which longspan does not support yet; leaving it "
+            "out would change the result."
+        )
     if attention_mask is not None:
         raise ModelError(f"{request.layer} passes its own attention mask, which cannot be divided over ranks.")
     if dropout:
@@ -47,6 +53,23 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Build no mask: borders and padding travel in the batch's own context."""
-    return None
+@dataclass(frozen=True)
+class _Restricted:
+    """Stands for a mask that is more than causal order and documents; a layer that uses it is refused."""
+
+    told: str
+
+
+def _no_mask(*, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> _Restricted | None:
+    """Build no mask: borders and padding travel in the batch's own context.
+
+    Models make the masks of all their kinds of layers, used or not, and some say nowhere else that a layer sees a
+    window, so what is more than causal is marked for the layers that get it.
+
+    Args:
+        local_size: tokens of a sliding window or chunk.
+        use_vmap: whether the model changes the mask by a function of its own.
+    """
+    if local_size is not None:
+        return _Restricted(f"a window or chunks of {local_size} tokens")
+    return _Restricted("a mask of its own making") if use_vmap else None

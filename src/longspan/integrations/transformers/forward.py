@@ -87,6 +87,11 @@ class Forward:
             out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
+        if call.shift_labels is not None and not call.results:
+            raise ModelError(
+                f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another one "
+                "now. Resize embeddings and add adapters before longspan.prepare."
+            )
         fields = {key: value for key, value in out.items() if key != "logits"}
         if call.output != "loss":
             return type(out)(**fields, logits=torch.stack(call.results, -1))
@@ -121,9 +126,13 @@ class Forward:
             )
         if kwargs.get("return_dict") is False:
             raise BatchError("Prepared models return a dict-like output; leave return_dict out.")
+        for name, why in _REFUSED.items():
+            value = kwargs.get(name)
+            value = getattr(applied.model.config, name, None) if value is None else value
+            if value is not None and value is not False:
+                raise BatchError(f"A prepared model cannot be called with {name}: {why}.")
         if applied.parts.checkpointing and applied.model.training:
             raise ModelError(GRADIENT_CHECKPOINTING)
-        kwargs.pop("labels", None)
         labels, output = kwargs.pop("shift_labels", None), kwargs.pop(OUTPUT, "loss")
         if labels is None and (output != "loss" or not applied.logits):
             raise BatchError(
@@ -133,6 +142,14 @@ class Forward:
         names = frozenset(kwargs) | frozenset(shard.passed)
         return ForwardCall(shard, applied.attend, applied.memory, applied.compiler, names, labels, output)
 
+
+_REFUSED = {
+    "labels": "handle.shard makes shift_labels of the labels of the full batch",
+    "num_items_in_batch": "the number of targets goes into handle.shard(batch, num_items=...)",
+    "output_router_logits": "the router's auxiliary loss over a divided sequence is not supported yet",
+    "output_attentions": "attention weights of all queries by all keys are never formed",
+}
+"""Arguments, some of which may also stand in the config, that would be without effect or wrong; and why."""
 
 OUTPUT = "longspan_output"
 """Keyword with which the handle asks a forward pass for log-probabilities in place of the loss."""

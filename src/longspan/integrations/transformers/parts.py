@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.integrations.transformers.rope import rotary_kinds
 
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
@@ -64,7 +65,7 @@ class Parts:
         if not lists:
             raise ModelError(f"{type(found).__name__} has no list of {count} decoder layers that longspan can find.")
         name, layers = lists[0]
-        rotaries = tuple(m for m in trunk.modules() if isinstance(getattr(m, "inv_freq", None), torch.Tensor))
+        rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
         prefix = found.base_model_prefix
         return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries)
 

@@ -28,7 +28,7 @@ class Rotary:
     def __init__(self, module: nn.Module, applied: Applied) -> None:
         self.module, self.applied = module, applied
         self.original = module.forward
-        self.plain = _has_plain_angles(module, self.original)
+        self.plain = {kind: _has_plain_angles(module, self.original, kind) for kind in rotary_kinds(module)}
         functools.update_wrapper(self, self.original)
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -40,38 +40,57 @@ class Rotary:
         cos, sin = self.original(x, shown, *args, **kwargs)
         if largest < EXACT_FLOAT32_POSITIONS:
             return cos[:, :-1], sin[:, :-1]
-        if not self.plain:
+        kind = f"{kwargs.get('layer_type', args[0] if args else None)}_"
+        kind = kind if kind in self.plain else ""
+        if not self.plain.get(kind):
             raise ModelError(
                 f"{type(self.module).__name__} computes its angles in a way longspan does not know, and in fp32 they "
                 f"lose accuracy beyond position {EXACT_FLOAT32_POSITIONS}; this batch reaches {largest}."
             )
-        return wide_tables(self.module, position_ids, cos.dtype)
+        return wide_tables(self.module, position_ids, cos.dtype, kind)
 
 
-def wide_tables(module: nn.Module, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_kinds(module: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of a module's frequencies: "" for `inv_freq`, or one per kind of layer; none if it has none."""
+    tensors = {**dict(module.named_buffers(recurse=False)), **vars(module)}
+    names = [name for name, value in tensors.items() if name.endswith("inv_freq") and isinstance(value, Tensor)]
+    return tuple(n.removesuffix("inv_freq") for n in names if not n.endswith(("original_inv_freq", "long_inv_freq")))
+
+
+def wide_tables(module: nn.Module, position_ids: Tensor, dtype: torch.dtype, kind: str = "") -> tuple[Tensor, Tensor]:
     """Compute cos and sin [B, S, D] from the module's current frequencies with float64 angles."""
-    frequencies: Any = module.inv_freq
-    scaling: Any = getattr(module, "attention_scaling", 1.0)
+    frequencies: Any = getattr(module, f"{kind}inv_freq")
+    scaling: Any = getattr(module, f"{kind}attention_scaling", 1.0)
     angles = position_ids[..., None].to(torch.float64) * frequencies.to(torch.float64)  # [B, S, D/2]
     angles = torch.cat([angles, angles], dim=-1)
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
-def _has_plain_angles(module: nn.Module, forward: Any) -> bool:
-    """Tell whether `wide_tables` gives what the module gives, tried at a few small positions."""
-    frequencies: Any = module.inv_freq
+def _has_plain_angles(module: nn.Module, forward: Any, kind: str) -> bool:
+    """Tell whether `wide_tables` gives what the module gives, tried at small positions of a long and a short sequence.
+
+    The short one comes last: a module that adapts to the length is left as it was.
+    """
+    frequencies: Any = getattr(module, f"{kind}inv_freq")
     if frequencies.is_meta:
         return False
-    positions = torch.tensor([[0, 1, 5]], device=frequencies.device)
-    x = torch.zeros(1, 3, 1, dtype=torch.float32, device=frequencies.device)
-    with torch.no_grad():
-        try:
-            tables = forward(x, positions)
-        except TypeError:  # it takes further arguments, such as a layer type
-            return False
-        if not isinstance(tables, tuple) or len(tables) != 2:
-            raise ModelError(
-                f"{type(module).__name__} does not return cos and sin; longspan does not know what its tables mean."
-            )
-        own = wide_tables(module, positions, torch.float32)
-    return all(a.shape == b.shape and torch.allclose(a, b, atol=1e-5) for a, b in zip(tables, own, strict=True))
+    layer_type = {"layer_type": kind.removesuffix("_")} if kind else {}
+    x = torch.zeros(1, 4, 1, dtype=torch.float32, device=frequencies.device)
+    agrees = []
+    for largest in (1 << 24, 6):
+        positions = torch.tensor([[0, 1, 5, largest]], device=frequencies.device)
+        with torch.no_grad():
+            try:
+                tables = forward(x, positions, **layer_type)
+            except TypeError:  # it takes other arguments
+                return False
+            if not isinstance(tables, tuple) or len(tables) != 2:
+                raise ModelError(
+                    f"{type(module).__name__} does not return cos and sin; longspan does not know what its tables mean."
+                )
+            own = wide_tables(module, positions, torch.float32, kind)
+        agrees += [
+            a.shape == b.shape and torch.allclose(a[:, :3], b[:, :3], atol=1e-5)
+            for a, b in zip(tables, own, strict=True)
+        ]
+    return all(agrees)
