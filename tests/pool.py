@@ -49,7 +49,9 @@ class Pool:
         self._stores = 0
         self._world = 0
 
-    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list:
+    def run(
+        self, world: int, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> list:
         """Run `fn(*args, **kwargs)` on ranks 0 to world - 1 and return what each of them returned.
 
         Args:
@@ -181,11 +183,12 @@ def _work(rank: int, pipe: Connection, log: str, path: list[str]) -> None:
 def _join(rank: int, world: int, store: str, group: tuple[int, str] | None) -> tuple[int, str]:
     """Make the default process group the one of this case."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     if group != (world, store):
         _leave()
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=50)
+            "gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=50)
         )
     return world, store
 

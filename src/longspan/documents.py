@@ -67,6 +67,8 @@ class Documents:
             "position_ids": None if positions is None else _restarts(positions),
         }
         given = {name: starts for name, starts in sources.items() if starts is not None}
+        if positions is not None and len(given) == 1:
+            _refuse_jumps(positions, real)
         starts = _agreed(given, real)
         if starts is not None and positions is None:
             positions = _count_from(starts, tokens)
@@ -153,8 +155,8 @@ def _changes(name: str, numbers: Tensor, lengths: Sequence[int]) -> Starts:
         if len(set(told)) < len(told):
             again = next(n for i, n in enumerate(told) if n in told[:i])
             raise BatchError(
-                f"Row {len(starts)}: {name} gives tokens that are apart the same document number {again}; the tokens of a "
-                "document must follow each other."
+                f"Row {len(starts)}: {name} gives tokens that are apart the same document number {again}; the tokens "
+                "of a document must follow each other."
             )
         starts.append(tuple(firsts))
     return tuple(starts)
@@ -190,6 +192,19 @@ def _continue_padding(positions: Tensor, lengths: tuple[int, ...] | None) -> tup
     return positions, lengths
 
 
+def _refuse_jumps(positions: Tensor, lengths: Sequence[int]) -> None:
+    """Raise where positions leave some out: nothing says whether a document begins there."""
+    for row, length in enumerate(lengths):
+        ids = positions[row, :length]
+        at = (ids[1:] > ids[:-1] + 1).nonzero()
+        if len(at):
+            token = int(at[0]) + 1
+            raise BatchError(
+                f"Row {row}: position_ids jump from {int(ids[token - 1])} to {int(ids[token])} at token {token}. If a "
+                "document begins there, pass cu_seqlens too; gaps inside a document are not supported."
+            )
+
+
 def _restarts(positions: Tensor) -> Starts:
     moved = positions[:, 1:] != positions[:, :-1] + 1
     return tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in moved)
@@ -197,7 +212,9 @@ def _restarts(positions: Tensor) -> Starts:
 
 def _read_borders(batch: Mapping[str, Any], rows: int, tokens: int) -> Starts | None:
     """Return documents from cu_seqlens over the rows laid one after the other."""
-    found = {name: batch[name] for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k") if batch.get(name) is not None}
+    found = {
+        name: batch[name] for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k") if batch.get(name) is not None
+    }
     if not found:
         return None
     lists = {name: _integers(name, value) for name, value in found.items()}

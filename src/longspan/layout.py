@@ -111,7 +111,7 @@ class Layout:
         )
 
     def tiles(self) -> tuple[Piece, ...]:
-        """Return the parts of a shard that are interleaved with those of the other Ulysses ranks, in shard positions."""
+        """Return the parts of a shard, in its positions, that are interleaved with those of other Ulysses ranks."""
         tile = self.tile or self.shard_tokens
         return tuple(Piece(a, min(a + tile, self.shard_tokens)) for a in range(0, self.shard_tokens, tile))
 

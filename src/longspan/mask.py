@@ -94,7 +94,8 @@ class Mask:
         if not self.packed:
             return tuple(self._row(slice(None), (0,), q, k))
         assert self.documents is not None
-        return tuple(work for i, starts in enumerate(self.documents) for work in self._row(slice(i, i + 1), starts, q, k))
+        rows = enumerate(self.documents)
+        return tuple(work for i, starts in rows for work in self._row(slice(i, i + 1), starts, q, k))
 
     def _row(self, rows: slice, starts: Sequence[int], q: Sequence[Piece], k: Sequence[Piece]) -> Iterator[Work]:
         """Yield the calls of rows with these documents."""

@@ -85,6 +85,9 @@ def build_mesh(ranks: torch.Tensor, degrees: Degrees, device_type: str) -> Mesh:
 
     Args:
         ranks: global ranks as [dp, sp].
+
+    Raises:
+        TopologyError: this process is not among them; the groups exist all the same, so that nobody waits.
     """
     if ranks.numel() == 1:
         return Mesh(device_type=device_type)
@@ -92,6 +95,11 @@ def build_mesh(ranks: torch.Tensor, degrees: Degrees, device_type: str) -> Mesh:
     inner = DeviceMesh(device_type, grid, mesh_dim_names=("data", "ring", "ulysses"))
     outer = DeviceMesh(device_type, ranks.contiguous(), mesh_dim_names=("replica", "sequence"))
     world = DeviceMesh(device_type, ranks.flatten(), mesh_dim_names=("world",))
+    if dist.get_rank() not in ranks:
+        raise TopologyError(
+            f"Process {dist.get_rank()} is not part of the mesh of processes {sorted(ranks.flatten().tolist())}, so it "
+            "has no share of the model's work."
+        )
     return Mesh(
         ring=_axis(inner, "ring"),
         ulysses=_axis(inner, "ulysses"),

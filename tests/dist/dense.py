@@ -1,4 +1,4 @@
-"""The truth about attention, written down once more: dense masked softmax in fp64, each token's documents from scratch."""
+"""The truth about attention, written down once more: dense masked softmax, each token's document from scratch."""
 
 from __future__ import annotations
 
@@ -46,4 +46,10 @@ def relative(found: Tensor, true: Tensor, whole: Tensor | None = None) -> float:
         return 0.0
     largest = (true if whole is None else whole).abs().max().clamp(min=1e-4)
     error = float((found - true).abs().max() / largest)
+    return error if error == error else float("inf")
+
+
+def apart(found: float, true: float) -> float:
+    """Return the relative error of a number."""
+    error = abs(found - true) / max(abs(true), 1e-4)
     return error if error == error else float("inf")

@@ -56,6 +56,7 @@ LONG_ROPE = {
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_sizes()),
+    "two-heads": lambda: LlamaConfig(**_sizes(num_attention_heads=2, num_key_value_heads=2)),
     "llama-tied": lambda: LlamaConfig(**_sizes(tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2Config(**_sizes(num_attention_heads=6, num_key_value_heads=3, head_dim=4)),
     "qwen3": lambda: Qwen3Config(**_sizes(num_attention_heads=5, num_key_value_heads=1, head_dim=8)),
@@ -69,12 +70,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
+def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 2) -> Any:
     """Build a model with random weights; biases and norms are random too, so that no gradient is special."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        FAMILIES[family](), attn_implementation="eager", experts_implementation="eager"
-    ).to(dtype)
+    config = FAMILIES[family]()
+    config.num_hidden_layers = layers
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").to(
+        dtype
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -125,7 +128,9 @@ class Rows:
         for i, row in enumerate(self.documents):
             start = 0
             for length in row:
-                found.append((batch["input_ids"][i, start : start + length], batch["labels"][i, start : start + length]))
+                found.append(
+                    (batch["input_ids"][i, start : start + length], batch["labels"][i, start : start + length])
+                )
                 start += length
         return found
 
@@ -159,5 +164,7 @@ def one_device(model: PreTrainedModel, batches: Sequence[Rows]) -> tuple[float, 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return all gradients, zero where there is none."""
     return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters() if p.requires_grad
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import longspan
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, TopologyError
+from longspan.stream.keep import Keep, Memory
 
 pytestmark = pytest.mark.dist
 
@@ -66,12 +67,16 @@ def truth(tied: bool) -> tuple[float, float, dict[str, Tensor]]:
 
 
 def train_one_step(
-    engine_name: str, size: int, tied: bool = False, compute: torch.dtype | None = None
+    engine_name: str,
+    size: int,
+    tied: bool = False,
+    compute: torch.dtype | None = None,
+    memory: Memory | Literal["auto"] = "auto",
 ) -> tuple[float, float, dict[str, Tensor]]:
     """Run one optimizer step's worth of gradients, twice, and return the second's loss, norm and clipped gradients."""
     engine = build_engine(engine_name, dist.get_world_size(), compute)
     model = build(tied, torch.float64 if compute is None else torch.float32)
-    handle = longspan.prepare(model, size, grad_reduction=engine.grad_reduction)
+    handle = longspan.prepare(model, size, grad_reduction=engine.grad_reduction, memory=memory)
     module = engine.wrap(model, handle)
     replicas, replica = handle.mesh.data.size, handle.mesh.data.rank
     mine = batches()[replica::replicas]
@@ -86,6 +91,8 @@ def train_one_step(
             loss += out.loss.item()
         engine.reduce()
         norm = engine.clip_grad_norm(MAX_NORM)
+    if handle.compiler is not None:
+        assert 0 < len(handle.compiler.graphs) <= 8 * len(mine), "layers of one kind share their graphs"
     gradients = {}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -104,6 +111,25 @@ def check(
         error = (found[2][name].double() - value).norm() / value.norm()
         assert error <= rel, (name, float(error))
         assert found[2][name].abs().sum() > 0, name
+
+
+MEMORIES = {
+    "x+O+KV": Memory(5, Keep.X_O_KV),
+    "x+O": Memory(4, Keep.X_O),
+    "x, none": Memory(7, (Keep.X, Keep.NONE)),
+    "compiled": Memory(4, Keep.X_O_KV, "eager"),
+    "compiled, none": Memory(8, (Keep.X_O, Keep.NONE), "eager"),
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize(
+    ("engine", "world", "size"), [("ddp", 2, 2), ("ddp", 4, 4), ("fsdp2", 2, 1), ("fsdp2", 2, 2), ("fsdp2", 4, 2)]
+)
+def test_streamed_layers_under_engines(run_ranks: Any, memory: str, engine: str, world: int, size: int) -> None:
+    expected = truth(False)
+    for found in run_ranks(world, train_one_step, engine, size, memory=MEMORIES[memory]):
+        check(found, expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -11,14 +11,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dense import TOLERANCE, relative
-from models import Rows, WideMode, build, gradients, one_device
-from pool import RunRanks
 from torch import Tensor
 
 import longspan
+from dense import TOLERANCE, apart, relative
 from longspan.batch import Shard
 from longspan.integrations.transformers import Applied
+from models import Rows, WideMode, build, gradients, one_device
+from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 
@@ -65,7 +65,7 @@ def step_errors(setup: Setup, mistake: str | None = None) -> Errors:
             told += float(out.loss.detach())
         if mistake != "unreduced":
             handle.reduce_gradients()
-    return compare(model, wanted) | {"loss": relative(torch.tensor(told), torch.tensor(loss))}
+    return compare(model, wanted) | {"loss": apart(told, loss)}
 
 
 def compare(model: torch.nn.Module, wanted: dict[str, Tensor]) -> Errors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import BatchEncoding, DataCollatorWithFlattening
 
 from longspan.batch import CONTEXT, IGNORE_INDEX, Shard, shard_batch, uncut
 from longspan.errors import BatchError
 from longspan.mesh import Axis, Mesh
-
 
 WRONG = {"short": torch.rand(2, 3), "name": "a row"}
 
@@ -38,7 +39,7 @@ def joined(found: list[dict[str, Any]], name: str) -> Tensor:
     return uncut([part[name] for part in found], found[0][CONTEXT].layout)
 
 
-def one(batch: dict[str, Any], **options: Any) -> dict[str, Any]:
+def one(batch: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     return shard_batch(batch, Mesh(), **options)
 
 
@@ -217,3 +218,24 @@ def test_a_batch_that_cannot_be_sharded_is_refused(fields: dict[str, Any], told:
 def test_token_fields_must_be_tokens_of_the_batch(names: tuple[str, ...], told: str) -> None:
     with pytest.raises(BatchError, match=told):
         one(batch_of(**{n: v for n, v in WRONG.items() if n in names}), token_fields=names)
+
+
+def test_what_transformers_packs_is_understood() -> None:
+    """All that its flattening collator can say about documents, at once."""
+    rows = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows, return_tensors="pt")
+    part = one(packed)
+    assert part[CONTEXT].mask.documents == ((0, 3, 4),)
+    assert part["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert part["shift_labels"].tolist() == [[6, 7, IGNORE_INDEX, IGNORE_INDEX, 10, IGNORE_INDEX]]
+    assert set(part) == {"input_ids", "position_ids", "shift_labels", "use_cache", CONTEXT}
+
+
+def test_what_transformers_pads_is_understood() -> None:
+    batch = BatchEncoding(
+        {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    )
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORE_INDEX)
+    part = one(batch)
+    assert part[CONTEXT].lengths == (2, 3)
+    assert part["shift_labels"].tolist() == [[6, IGNORE_INDEX, IGNORE_INDEX], [8, 9, IGNORE_INDEX]]

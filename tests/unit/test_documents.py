@@ -37,7 +37,7 @@ def find(rows: int = 2, tokens: int = 8, **batch: Any) -> Documents:
         {"cu_seqlens": BORDERS, "position_ids": POSITIONS, "attention_mask": NUMBERS, "seq_idx": NUMBERS},
         {"cu_seqlens": BORDERS, "attention_mask": torch.ones(2, 8)},
     ],
-    ids=lambda batch: "+".join(batch),
+    ids="+".join,
 )
 def test_every_source_gives_the_same_documents(batch: dict[str, Any]) -> None:
     found = find(**batch)
@@ -74,10 +74,23 @@ def test_positions_need_not_start_at_zero() -> None:
     assert found.max_position == 9
 
 
+def test_positions_that_jump_ahead_need_a_second_word() -> None:
+    """They may be a document that starts late, or one document with gaps, as in training on skipped positions."""
+    positions = torch.tensor([[0, 1, 2, 10, 11]])
+    with pytest.raises(BatchError, match="Row 0: position_ids jump from 2 to 10 at token 3"):
+        find(1, 5, position_ids=positions)
+    assert find(1, 5, position_ids=positions, cu_seqlens=[0, 3, 5]).starts == ((0, 3),)
+    with pytest.raises(BatchError, match=r"cu_seqlens puts documents at \[0\], position_ids at \[0, 3\]"):
+        find(1, 5, position_ids=positions, cu_seqlens=[0, 5])
+
+
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ({"position_ids": torch.arange(8).expand(2, 8)}, r"Row 0: cu_seqlens puts documents at \[0, 3, 4\], position_ids"),
+        (
+            {"position_ids": torch.arange(8).expand(2, 8)},
+            r"Row 0: cu_seqlens puts documents at \[0, 3, 4\], position_ids",
+        ),
         ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3], [1] * 8])}, r"attention_mask at \[0, 3, 5\]"),
         ({"seq_idx": torch.tensor([[0] * 8, [0] * 7 + [1]])}, r"Row 0: .* seq_idx at \[0\]"),
         ({"cu_seq_lens_q": [0, 4, 8, 16]}, "cu_seqlens and cu_seq_lens_q describe different documents"),
@@ -146,7 +159,10 @@ def test_the_largest_position_is_that_of_the_batch_as_it_was_given() -> None:
     ("batch", "told"),
     [
         ({"attention_mask": torch.tensor([[0, 1, 1, 1], [1] * 4])}, "Row 0 of attention_mask has padding before"),
-        ({"attention_mask": torch.tensor([[1] * 4, [1, 0, 1, 1]])}, "Row 1 of attention_mask has padding before or betw"),
+        (
+            {"attention_mask": torch.tensor([[1] * 4, [1, 0, 1, 1]])},
+            "Row 1 of attention_mask has padding before or betw",
+        ),
         ({"attention_mask": torch.tensor([[1] * 4, [0] * 4])}, "Row 1 of attention_mask holds no token"),
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"got \[2, 1, 4, 4\]. A mask per pair of tokens cannot"),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask must be \[2, 4\]"),

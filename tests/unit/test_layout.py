@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,6 +116,6 @@ def test_one_rank_holds_the_row_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"tokens": 0}, {"ring": 0}, {"ulysses": -1}, {"tile": 0}])
-def test_senseless_numbers_are_refused(bad: dict[str, int]) -> None:
+def test_senseless_numbers_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(TopologyError, match="at least one token"):
         Layout(**{"tokens": 8, **bad})

@@ -111,9 +111,7 @@ class _Attention(torch.autograd.Function):
     """Keeps what the kernel saw (q, k, v of this rank's heads, out, lse), so backward exchanges gradients only."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: Attend, schedule: Schedule, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: Attend, schedule: Schedule, scale: float) -> Tensor:
         ulysses, ring = attend.ulysses(q, k, schedule.parts), Ring(attend.kernel, attend.mesh.ring)
         q, k, v = ulysses.enter(q, k, v)
         out, lse = ring.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, scale)

@@ -118,7 +118,7 @@ def gradient_error(found: Gradients, truth: Gradients, negligible: float) -> tup
 def _parameter_error(found: Tensor | None, truth: Tensor | None, least: float) -> float:
     if truth is None or not truth.any():
         return math.inf if found is not None and bool(found.ne(0).any()) else 0.0
-    difference = truth.double() if found is None else found.to("cpu").double() - truth.double()
+    difference = truth.double() if found is None else found.to(truth.device).double() - truth.double()
     error = float(difference.norm()) / max(float(truth.double().norm()), least)
     return error if math.isfinite(error) else math.inf
 

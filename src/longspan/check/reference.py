@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from longspan.check.samples import IGNORED, Document, Sample
 
 Gradients = Mapping[str, Tensor]
-"""Gradients by parameter name, on the host; a parameter without one is absent."""
+"""Gradients by parameter name; a parameter without one is absent."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def truth_of(model: nn.Module, sample: Sample, shows_length: bool, exact: bool =
             if len(found):
                 torch.autograd.backward(found.sum() / sample.targets)
                 losses.append(found.detach())
-    gradients = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return Truth(torch.cat(losses), gradients)
 

@@ -236,7 +236,7 @@ def _trained(handle: Applied, sample: Sample) -> tuple[Sequence[float], dict[str
     handle.reduce_gradients()
     gradients = {}
     if not _rank():
-        gradients = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     with evaluating(model):
         eval_loss = model(**handle.shard(sample.batch)).loss

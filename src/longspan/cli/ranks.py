@@ -123,7 +123,8 @@ def _checked(job: Job, rank: int, folder: str) -> dict[str, Any] | None:
     settings = job.settings
     device = _device(job.device, rank, settings.sp)
     config = _config(settings.model)
-    torch.set_num_threads(1)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     if settings.sp > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,7 +71,8 @@ class Segment:
         with torch.no_grad():
             for position, (layer, mixing) in enumerate(self.members):
                 y = None if position == last else torch.empty_like(x, memory_format=torch.contiguous_format)
-                with gathered(layer):
+                # the last is being differentiated: its engine holds its parameters, and must go on holding them
+                with nullcontext() if position == last else gathered(layer):
                     if position == 0 and state.keep in (Keep.X_O, Keep.X_O_KV):
                         assert y is not None
                         mixing.replay(x, state.kept, y)

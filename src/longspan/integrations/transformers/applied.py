@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from functools import partial
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attention.build import Attend
 from longspan.batch import CONTEXT, Shard, shard_batch, uncut
@@ -55,7 +57,7 @@ class Applied:
         self.call: ForwardCall | None = None
         self.bypassed = False
         self.settings: tuple[object, ...] = ()
-        self._plain_attention: str = parts.model.config._attn_implementation
+        self._plain_attention = cast(str, parts.model.config._attn_implementation)
         self._replaced: list[tuple[nn.Module, Any]] = []
         rotaries = [(module, Rotary(module, self)) for module in parts.rotaries]
         use_attention(self.model, NAME)
@@ -97,9 +99,11 @@ class Applied:
             tile_tokens=self.memory.tile_tokens if self.memory.streams else None,
         )
 
-    def loader(self, batches: Iterable[Mapping[str, Any]], accumulation: int = 1) -> ShardedLoader:
+    def loader(
+        self, batches: Iterable[Mapping[str, Any]], accumulation: int = 1, token_fields: Sequence[str] = ()
+    ) -> ShardedLoader:
         """Iterate over parts of the batches of a data loader that all sequence-parallel ranks read alike."""
-        return ShardedLoader(batches, self.shard, self.mesh, accumulation)
+        return ShardedLoader(batches, partial(self.shard, token_fields=token_fields), self.mesh, accumulation)
 
     def gather(self, x: Tensor, part: Mapping[str, Any] | Shard) -> Tensor:
         """Return a per-token tensor of a part at full length, unpadded and in order, on every rank.
@@ -213,6 +217,14 @@ def _context(part: Mapping[str, Any] | Shard) -> Shard:
     if not isinstance(shard, Shard):
         raise BatchError("Pass the part that handle.shard returned.")
     return shard
+
+
+def own_config(model: nn.Module, config: PreTrainedConfig) -> None:
+    """Give a model a copy of its config: models made from one config object share it, and so their attention's name."""
+    own = copy.copy(config)
+    for module in model.modules():
+        if vars(module).get("config") is config:
+            module.config = own  # type: ignore[assignment]
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:

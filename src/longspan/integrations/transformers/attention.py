@@ -25,7 +25,8 @@ def attention(
     call: Call | None = kwargs.pop(CONTEXT, None)
     scaling = kwargs.pop("scaling", None)
     dropout, causal = kwargs.pop("dropout", 0.0), kwargs.pop("is_causal", None)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    learned = isinstance(scaling, Tensor)
+    scale = query.shape[-1] ** -0.5 if scaling is None or learned else float(scaling)
     request = Request(module, query, key, value, scale, kwargs)
     if call is None:
         raise ModelError(
@@ -33,15 +34,20 @@ def attention(
             "keyword arguments on to its attention, or one of its parts was called by itself. Use handle.shard(batch), "
             "or `with handle.bypass():` for the plain model."
         )
+    if learned:
+        raise ModelError(f"{request.layer} scales its scores by a tensor, which longspan would not differentiate.")
     if isinstance(attention_mask, _Restricted):
         raise ModelError(
-            f"{request.layer} asks attention for {attention_mask.told}, which longspan does not support yet; leaving it "
-            "out would change the result."
+            f"{request.layer} asks attention for {attention_mask.told}, which longspan does not support yet; leaving "
+            "it out would change the result."
         )
     if attention_mask is not None:
         raise ModelError(f"{request.layer} passes its own attention mask, which cannot be divided over ranks.")
     if dropout:
-        raise ModelError(f"{request.layer} uses attention dropout {dropout}; no kernel here replays it: set the config's attention dropout to 0.0.")
+        raise ModelError(
+            f"{request.layer} uses attention dropout {dropout}; no kernel here replays it: set the config's attention "
+            "dropout to 0.0."
+        )
     if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
         raise ModelError(f"{request.layer} is not causal; longspan supports causal attention only.")
     return call.attention(request), None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention.build import Attend
 from longspan.attention.call import Request
 from longspan.batch import CONTEXT, Shard
 from longspan.errors import BatchError, ModelError
+from longspan.integrations.transformers.attention import NAME
 from longspan.loss import Head, tiled_loss, token_logps
-from longspan.stream.compiled import Compiler
-from longspan.stream.keep import Memory
 from longspan.stream.segment import Segment
 
 if TYPE_CHECKING:
@@ -26,28 +23,27 @@ if TYPE_CHECKING:
 Output = Literal["loss", "logps", "logps_and_entropy"]
 
 
-@dataclass
 class ForwardCall:
     """What one forward pass carries: to the attention of its layers, and to the head and the rotary embeddings.
 
+    Not a dataclass on purpose: FSDP2 rebuilds dataclasses among the arguments of every layer, and a layer must meet
+    this very object, with what earlier layers have left in it.
+
     Args:
-        memory, compiler: how the layers run.
+        applied: the handle, for how the layers run.
         names: keyword arguments of the caller, which models hand on to attention.
         shift_labels: [B, s] targets of this rank's tokens, or None.
         output: what the head is to make of its hidden states.
-        results: what it made.
-        segment: of the layers that are rebuilt together, the one at hand.
     """
 
-    shard: Shard
-    attend: Attend
-    memory: Memory
-    compiler: Compiler | None
-    names: frozenset[str]
-    shift_labels: Tensor | None
-    output: Output
-    results: tuple[Tensor, ...] = ()
-    segment: Segment | None = None
+    def __init__(
+        self, applied: Applied, shard: Shard, names: frozenset[str], shift_labels: Tensor | None, output: Output
+    ) -> None:
+        self.shard, self.attend = shard, applied.attend
+        self.memory, self.compiler = applied.memory, applied.compiler
+        self.names, self.shift_labels, self.output = names, shift_labels, output
+        self.results: tuple[Tensor, ...] = ()  # what the head made
+        self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
 
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
@@ -89,8 +85,8 @@ class Forward:
             applied.call = outer
         if call.shift_labels is not None and not call.results:
             raise ModelError(
-                f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another one "
-                "now. Resize embeddings and add adapters before longspan.prepare."
+                f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
+                "one now. Resize embeddings and add adapters before longspan.prepare."
             )
         fields = {key: value for key, value in out.items() if key != "logits"}
         if call.output != "loss":
@@ -131,6 +127,12 @@ class Forward:
             value = getattr(applied.model.config, name, None) if value is None else value
             if value is not None and value is not False:
                 raise BatchError(f"A prepared model cannot be called with {name}: {why}.")
+        attention = applied.model.config._attn_implementation
+        if attention != NAME:
+            raise ModelError(
+                f"The model's attention implementation was set to '{attention}' after longspan.prepare, so its tokens "
+                "would see this rank's part alone. Use `with handle.bypass():` for the plain model."
+            )
         if applied.parts.checkpointing and applied.model.training:
             raise ModelError(GRADIENT_CHECKPOINTING)
         labels, output = kwargs.pop("shift_labels", None), kwargs.pop(OUTPUT, "loss")
@@ -139,11 +141,17 @@ class Forward:
                 "The batch has no labels, so there is nothing to compute: add labels, or ask for logits with "
                 "prepare(..., logits=True)."
             )
-        names = frozenset(kwargs) | frozenset(shard.passed)
-        return ForwardCall(shard, applied.attend, applied.memory, applied.compiler, names, labels, output)
+        names = (frozenset(kwargs) | frozenset(shard.passed)) - _MEANT_FOR_ATTENTION
+        return ForwardCall(applied, shard, names, labels, output)
 
+
+_MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})
+"""Arguments that some attention functions heed when the caller passes them to the model."""
 
 _REFUSED = {
+    "attention_mask": "handle.shard reads it from the full batch",
+    "cu_seq_lens_q": "handle.shard reads it from the full batch",
+    "cu_seqlens": "handle.shard reads it from the full batch",
     "labels": "handle.shard makes shift_labels of the labels of the full batch",
     "num_items_in_batch": "the number of targets goes into handle.shard(batch, num_items=...)",
     "output_router_logits": "the router's auxiliary loss over a divided sequence is not supported yet",
@@ -174,7 +182,9 @@ class HeadForward:
         if call is None:
             return self.original(hidden, *args, **kwargs)
         if hidden.shape[:2] != (call.shard.rows, call.shard.layout.shard_tokens):
-            raise ModelError(f"The head was given {list(hidden.shape)} of {call.shard.layout.shard_tokens} tokens a row.")
+            raise ModelError(
+                f"The head was given {list(hidden.shape)} of {call.shard.layout.shard_tokens} tokens a row."
+            )
         head = Head(self.original, tuple(p for p in self.module.parameters() if p.requires_grad))
         labels = call.shift_labels
         if labels is not None:

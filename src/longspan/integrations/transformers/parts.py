@@ -90,9 +90,13 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
             f"longspan prepares transformers models, got {type(model).__name__}; for other models use longspan.attend."
         )
     if any(type(module).__name__.startswith("FSDP") for module in inner.modules()):
-        raise ModelError("Parts of the model are sharded by fully_shard. Call longspan.prepare first, then fully_shard.")
+        raise ModelError(
+            "Parts of the model are sharded by fully_shard. Call longspan.prepare first, then fully_shard."
+        )
     if any(hasattr(p, "ds_id") for p in inner.parameters()):
-        raise ModelError("The model's parameters belong to DeepSpeed. Call longspan.prepare before deepspeed.initialize.")
+        raise ModelError(
+            "The model's parameters belong to DeepSpeed. Call longspan.prepare before deepspeed.initialize."
+        )
     if any(p.is_meta for p in inner.parameters()):
         raise ModelError("The model has parameters on the meta device; give it weights before longspan.prepare.")
     return inner

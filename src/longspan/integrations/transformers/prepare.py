@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.build import Attend
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
-from longspan.integrations.transformers.applied import Applied, use_attention
+from longspan.integrations.transformers.applied import Applied, own_config, use_attention
 from longspan.integrations.transformers.attention import NAME, register
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
 from longspan.integrations.transformers.parts import Parts
@@ -23,7 +23,6 @@ from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.plan import Plan
 from longspan.stream.keep import Memory
-
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 """Names under which configs of transformers keep the dropout of attention probabilities."""
@@ -63,7 +62,7 @@ def prepare(
         TopologyError: degrees that the processes or heads cannot serve.
         KernelError: no kernel can do it on this device.
 
-    Cost: a probe of four forward passes on 5 tokens (seven for layers with experts), and the creation of process groups.
+    Cost: a probe of five forward passes on 5 tokens (eight for layers with experts), and the process groups.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
     settings += (sequence_parallel_in_eval, memory)
@@ -87,6 +86,7 @@ def prepare(
         "tiled cross-entropy",
         (degrees.reason, *notes),
     )
+    own_config(model, parts.model.config)
     applied = Applied(
         parts,
         axes,
@@ -147,7 +147,7 @@ def _check_model(parts: Parts) -> None:
 def _probe(parts: Parts) -> list[Shape]:
     """Run the probe under our attention implementation, and put the model's own back."""
     register()
-    plain = parts.model.config._attn_implementation
+    plain: Any = parts.model.config._attn_implementation
     use_attention(parts.model, NAME)
     try:
         return probe(parts)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from longspan.integrations.transformers.parts import Parts
 
 _TOKENS = 5
 _ROW = 2  # has neighbours on both sides, so that mixing in either direction shows
+_PART = 2  # where the tokens start that are also run by themselves
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def probe(parts: Parts) -> list[Shape]:
     """Run the model on a few tokens and check every decoder layer.
 
     A layer passes if it calls attention once with its own keys and values, and if neither another token nor another
-    token's attention output moves a row of its output. The head passes if the model returns its output as logits.
+    token's attention output moves a row of its output. The head passes if the model returns its output as logits, and
+    what comes before the layers if the last tokens, run by themselves, enter the first layer as they do in company.
 
     Returns:
         The shape of each layer's attention call.
@@ -62,7 +64,7 @@ def probe(parts: Parts) -> list[Shape]:
     Raises:
         ModelError: names the layer and what it does.
 
-    Cost: four forward passes of each layer on 5 tokens, and three more in fp32 where experts round by their company.
+    Cost: five forward passes of each layer on 5 tokens, and three more in fp32 where experts round by their company.
     """
     seen: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     hooks = [
@@ -71,7 +73,7 @@ def probe(parts: Parts) -> list[Shape]:
     ]
     try:
         with torch.no_grad(), _evaluating(parts.model):
-            _run_model(parts)
+            whole = _run_model(parts, 0)
             for hook in hooks:
                 hook.remove()
             shapes = []
@@ -80,19 +82,20 @@ def probe(parts: Parts) -> list[Shape]:
                 if i not in seen:
                     raise ModelError(f"{name} was not called in a forward pass.")
                 shapes.append(_check_layer(name, layer, *seen.pop(i)))
+            _check_part(parts, whole[0], _run_model(parts, _PART)[0])
     finally:
         for hook in hooks:
             hook.remove()
     return shapes
 
 
-def _run_model(parts: Parts) -> None:
-    """Run the whole model with a stand-in for attention and for the head's output."""
-    model, head = parts.model, parts.head
-    device = parts.device
-    size = parts.embedding.weight.shape[0]
-    ids = torch.randint(size, (1, _TOKENS), generator=torch.Generator().manual_seed(3)).to(device)
+def _run_model(parts: Parts, first: int) -> list[Request]:
+    """Run the model on the tokens from `first` with a stand-in for attention and for the head's output."""
+    model, head, embedding = parts.model, parts.head, cast(Any, parts.embedding)
+    device, size = parts.device, embedding.weight.shape[0]
+    ids = torch.randint(size, (1, _TOKENS), generator=torch.Generator().manual_seed(3))[:, first:].to(device)
     logits: list[Tensor] = []
+    call = ProbeCall()
 
     def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         logits.append(torch.randn(out.shape, generator=torch.Generator().manual_seed(len(logits))).to(out))
@@ -100,24 +103,38 @@ def _run_model(parts: Parts) -> None:
 
     hook = head.register_forward_hook(replace)
     try:
-        positions = torch.arange(_TOKENS, device=device)[None]
-        out = model(input_ids=ids, position_ids=positions, use_cache=False, **{CONTEXT: ProbeCall()})
+        positions = torch.arange(first, _TOKENS, device=device)[None]
+        out = model(input_ids=ids, position_ids=positions, use_cache=False, **{CONTEXT: call})
     except (LongspanError, NotImplementedError):
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(model).__name__} cannot run on {_TOKENS} tokens ({type(error).__name__}: {error}), "
+            f"{type(model).__name__} cannot run on {ids.shape[1]} tokens ({type(error).__name__}: {error}), "
             "so longspan cannot tell whether it is exact for it."
         ) from error
     finally:
         hook.remove()
-    if len(logits) != 1 or logits[0].shape[:2] != (1, _TOKENS):
+    if len(logits) != 1 or logits[0].shape[:2] != ids.shape:
         raise ModelError(f"{type(model).__name__} does not call its output head once on all tokens.")
     if not torch.equal(out.logits.to(logits[0].dtype), logits[0]):
         raise ModelError(
             f"{type(model).__name__} changes the output of its head before returning it as logits (a softcap or a "
             "scale); longspan does not support that yet."
         )
+    return call.requests
+
+
+def _check_part(parts: Parts, whole: Request, part: Request) -> None:
+    """Refuse a model that counts positions by itself, or mixes tokens before its first layer."""
+    tolerance = 1e-4 if torch.finfo(part.q.dtype).bits > 16 else 2**-5  # roundings depend on the number of rows
+    for what in ("q", "k", "v"):
+        wanted, found = getattr(whole, what)[:, :, _PART:], getattr(part, what)
+        if float((wanted - found).abs().max()) > tolerance * float(wanted.abs().max()):
+            raise ModelError(
+                f"{type(parts.model).__name__} makes other {what} in its first layer when tokens are run without those "
+                "before them: it does not go by their position_ids, or mixes tokens before its layers. A part of a "
+                "sequence would be computed wrongly."
+            )
 
 
 def _check_layer(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape:
@@ -131,9 +148,7 @@ def _check_layer(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dic
     return _check_rows(name, copy.deepcopy(layer).float(), args, kwargs, tolerance=1e-5)
 
 
-def _check_rows(
-    name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float
-) -> Shape:
+def _check_rows(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float) -> Shape:
     rest = {key: value for key, value in kwargs.items() if key != CONTEXT}
     x, args, rest = _hidden(name, args, rest)
     before = {key: len(value) for key, value in rest.items() if isinstance(value, dict | list)}
@@ -166,9 +181,7 @@ def _check_rows(
     return _shape(request)
 
 
-def _hidden(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+def _hidden(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
     if args:
         return args[0], args[1:], kwargs
     if isinstance(kwargs.get("hidden_states"), Tensor):

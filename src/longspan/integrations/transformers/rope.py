@@ -51,7 +51,7 @@ class Rotary:
 
 
 def rotary_kinds(module: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of a module's frequencies: "" for `inv_freq`, or one per kind of layer; none if it has none."""
+    """Return the prefixes of a module's frequencies: "" for `inv_freq`, one per kind of layer, or none."""
     tensors = {**dict(module.named_buffers(recurse=False)), **vars(module)}
     names = [name for name, value in tensors.items() if name.endswith("inv_freq") and isinstance(value, Tensor)]
     return tuple(n.removesuffix("inv_freq") for n in names if not n.endswith(("original_inv_freq", "long_inv_freq")))

@@ -1,0 +1,402 @@
+"""What a prepared model, or `prepare`, refuses: one clear error each, before anything wrong is computed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import longspan
+from longspan.errors import BatchError, ConfigError, KernelError, ModelError, TopologyError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FULL = ["full_attention"] * 2
+SLIDING = ["full_attention", "sliding_attention"]
+
+
+def model(config: hf.PreTrainedConfig) -> Any:
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+
+
+def llama(**changed: Any) -> Any:
+    return model(hf.LlamaConfig(**(SIZES | changed)))
+
+
+def batch(**fields: Any) -> dict[str, Any]:
+    ids = torch.arange(1, 13)[None]
+    return {"input_ids": ids, "labels": ids, **fields}
+
+
+def mamba_sizes() -> dict[str, Any]:
+    return {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+
+
+def gemma3n() -> Any:
+    sizes = SIZES | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 32,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [24] * 4,
+        "sliding_window": 8,
+    }
+    return model(hf.Gemma3nTextConfig(**sizes))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "sliding-window": (
+        lambda: model(hf.MistralConfig(**SIZES, sliding_window=4)),
+        r"MistralAttention of layer 0 asks attention for (sliding_window=4|a window or chunks of 4 tokens)",
+    ),
+    "alternating-window": (
+        lambda: model(hf.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=4, layer_types=SLIDING)),
+        r"Qwen3Attention of layer 1 asks attention for (sliding_window=4|a window or chunks of 4 tokens)",
+    ),
+    "window-in-the-mask-alone": (
+        lambda: model(hf.PhimoeConfig(**SIZES, num_local_experts=2, sliding_window=4)),
+        "PhimoeAttention of layer 0 asks attention for a window or chunks of 4 tokens",
+    ),
+    "chunks": (
+        lambda: model(
+            hf.Llama4TextConfig(
+                **SIZES,
+                num_local_experts=2,
+                attention_chunk_size=4,
+                intermediate_size_mlp=24,
+                interleave_moe_layer_step=9,
+            )
+        ),
+        "Llama4",
+    ),
+    "sinks": (
+        lambda: model(hf.GptOssConfig(**SIZES, num_local_experts=2, layer_types=FULL, sliding_window=64)),
+        r"GptOssAttention of layer 0 asks attention for s_aux=a tensor \[4\]",
+    ),
+    "softcap": (
+        lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, final_logit_softcapping=None)),
+        "Gemma2Attention of layer 0 asks attention for softcap=50.0",
+    ),
+    "logit-softcap": (
+        lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, attn_logit_softcapping=None)),
+        "Gemma2ForCausalLM changes the output of its head",
+    ),
+    "logit-scale": (lambda: model(hf.CohereConfig(**SIZES, logit_scale=0.5)), "CohereForCausalLM changes the output"),
+    "conv": (
+        lambda: model(hf.Lfm2Config(**SIZES, layer_types=["full_attention", "conv"])),
+        r"model.layers.1 \(Lfm2DecoderLayer\) never calls the attention interface",
+    ),
+    "conv-first": (
+        lambda: model(hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])),
+        r"model.layers.0 \(Lfm2DecoderLayer\)",
+    ),
+    "mamba-beside-attention": (
+        lambda: model(hf.FalconH1Config(**SIZES, **mamba_sizes())),
+        r"model.layers.0 \(FalconH1DecoderLayer\) mixes tokens outside its attention",
+    ),
+    "shared-keys": (gemma3n, r"Gemma3n"),
+    "mamba": (
+        lambda: model(hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)),
+        r"layers.0 \(MambaBlock\) never calls the attention interface",
+    ),
+    "linear-attention": (
+        lambda: model(
+            hf.Qwen3NextConfig(
+                **SIZES,
+                num_experts=2,
+                num_experts_per_tok=1,
+                moe_intermediate_size=8,
+                shared_expert_intermediate_size=8,
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=4,
+                linear_value_head_dim=4,
+                layer_types=["linear_attention", "full_attention"],
+            )
+        ),
+        r"model.layers.0 \(Qwen3NextDecoderLayer\) never calls the attention interface",
+    ),
+    "two-calls": (
+        lambda: model(hf.DiffLlamaConfig(**SIZES)),
+        r"model.layers.0 \(DiffLlamaDecoderLayer\) calls attention 2 times",
+    ),
+    "own-mask": (lambda: model(hf.DogeConfig(**SIZES)), "DogeAttention of layer 0 passes its own attention mask"),
+    "no-interface": (
+        lambda: model(hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=4)),
+        "BloomForCausalLM does not call its attention through transformers' attention interface",
+    ),
+    "not-causal": (
+        lambda: model(hf.BertConfig(**SIZES, is_decoder=False, attention_probs_dropout_prob=0.0)),
+        "BertSelfAttention of layer 0 is not causal",
+    ),
+    "attention-dropout": (lambda: llama(attention_dropout=0.1), "attention_dropout=0.1"),
+    "router-loss": (
+        lambda: model(hf.Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=8, output_router_logits=True)),
+        "output_router_logits=True",
+    ),
+    "no-head": (
+        lambda: hf.AutoModel.from_config(hf.LlamaConfig(**SIZES)),
+        "LlamaModel has no language-modelling head",
+    ),
+    "no-transformer": (lambda: nn.Linear(2, 2), "longspan prepares transformers models, got Linear"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MODELS)
+def test_prepare_refuses_what_it_would_not_compute_exactly(kind: str) -> None:
+    make, told = MODELS[kind]
+    made = make()
+    attention = getattr(getattr(made, "config", None), "_attn_implementation", None)
+    with pytest.raises(ModelError, match=told):
+        longspan.prepare(made)
+    assert getattr(getattr(made, "config", None), "_attn_implementation", None) == attention
+    assert not hasattr(made, "_longspan_applied")
+
+
+def test_a_model_on_the_meta_device_is_refused() -> None:
+    with torch.device("meta"):
+        made = llama()
+    with pytest.raises(ModelError, match="meta device"):
+        longspan.prepare(made)
+
+
+class Mixer(nn.Module):
+    """Stands where a token-wise MLP belongs and averages over what came before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+
+class Ahead(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1e-6 * x.roll(-1, 1)
+
+
+@pytest.mark.parametrize("module", [Mixer(), Ahead()])
+def test_a_layer_that_someone_patched_to_mix_tokens_is_named(module: nn.Module) -> None:
+    made = llama()
+    made.model.layers[1].mlp = module
+    with pytest.raises(ModelError, match=r"model.layers.1 \(LlamaDecoderLayer\) mixes tokens outside its attention"):
+        longspan.prepare(made)
+
+
+def test_keys_that_are_not_a_tokens_own_are_refused() -> None:
+    made = llama()
+    made.model.layers[0].self_attn.k_proj = nn.Sequential(Mixer(), made.model.layers[0].self_attn.k_proj)
+    with pytest.raises(ModelError, match="does not make its attention's k from its own tokens alone"):
+        longspan.prepare(made)
+
+
+def test_a_model_that_counts_positions_by_itself_is_refused() -> None:
+    made = llama()
+    tables = made.model.rotary_emb.forward
+    made.model.rotary_emb.forward = lambda x, position_ids: tables(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(ModelError, match="LlamaForCausalLM makes other q in its first layer .* position_ids"):
+        longspan.prepare(made)
+
+
+def test_a_learned_scale_of_scores_is_refused() -> None:
+    made = llama()
+    made.model.layers[0].self_attn.scaling = nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(ModelError, match="LlamaAttention of layer 0 scales its scores by a tensor"):
+        longspan.prepare(made)
+
+
+class Mixed(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids).cumsum(1)
+
+
+def test_a_model_that_mixes_tokens_before_its_layers_is_refused() -> None:
+    made = llama()
+    made.model.embed_tokens = Mixed(32, 16)
+    with pytest.raises(ModelError, match="mixes tokens before its layers"):
+        longspan.prepare(made)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"sequence_parallel_size": 2}, TopologyError, "needs 2 processes, but torch.distributed is not initialised"),
+        ({"sequence_parallel_size": 0}, TopologyError, "at least 1, got 0"),
+        ({"ulysses_degree": 2}, TopologyError, "must be sequence_parallel_size, got 2 and None for 1"),
+        ({"kernel": "eager"}, KernelError, "mask of all queries by all keys"),
+        ({"kernel": "paged|sdpa"}, KernelError, "paged attention"),
+        ({"kernel": "flash_attention_2"}, KernelError, "it runs on CUDA devices, not on cpu"),
+        ({"kernel": "someone/kernel@main:fn"}, KernelError, "from the Hub"),
+        ({"kernel": "nonsense"}, KernelError, "no attention kernel 'nonsense'. Kernels that can serve"),
+        ({"memory": "little"}, ConfigError, "memory must be"),
+        ({"grad_reduction": "max"}, ConfigError, "'mean' or 'sum', got 'max'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    made = llama()
+    with pytest.raises(error, match=told):
+        longspan.prepare(made, **options)
+    assert not hasattr(made, "_longspan_applied")
+
+
+@pytest.fixture
+def handle() -> Any:
+    with redirect_stderr(io.StringIO()):
+        return longspan.prepare(llama())
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"labels": torch.arange(12)[None]}, "cannot be called with labels: handle.shard makes shift_labels"),
+        ({"attention_mask": torch.ones(1, 12)}, "cannot be called with attention_mask: handle.shard reads it"),
+        ({"cu_seq_lens_q": torch.tensor([0, 12])}, "cannot be called with cu_seq_lens_q: handle.shard reads it"),
+        ({"num_items_in_batch": 7}, r"cannot be called with num_items_in_batch: .* handle.shard\(batch, num_items"),
+        ({"output_attentions": True}, "cannot be called with output_attentions"),
+        ({"output_router_logits": True}, "cannot be called with output_router_logits"),
+        ({"use_cache": True}, "KV cache"),
+        ({"past_key_values": hf.DynamicCache()}, "KV cache"),
+        ({"return_dict": False}, "leave return_dict out"),
+        ({"shift_labels": None}, "no labels, so there is nothing to compute"),
+        ({"longspan": None}, r"was given a full batch. Call model\(\*\*handle.shard\(batch\)\)"),
+    ],
+)
+def test_a_prepared_model_refuses_arguments_that_it_would_not_honour(
+    handle: Any, fields: dict[str, Any], told: str
+) -> None:
+    part = handle.shard(batch()) | fields
+    with pytest.raises(BatchError, match=told):
+        handle.model(**part)
+    assert handle.call is None
+
+
+def test_arguments_that_say_nothing_are_fine(handle: Any) -> None:
+    part = handle.shard(batch())
+    loss = handle.model(**part).loss
+    nothing = {"labels": None, "output_attentions": False, "past_key_values": None, "return_dict": True}
+    assert torch.equal(handle.model(**part, **nothing, output_router_logits=None).loss, loss)
+
+
+def test_a_full_batch_is_refused_however_it_comes(handle: Any) -> None:
+    ids = torch.arange(1, 13)[None]
+    for call in (lambda: handle.model(ids), lambda: handle.model(input_ids=ids), lambda: handle.model.generate(ids)):
+        with pytest.raises(BatchError, match=r"with handle.bypass\(\)"):
+            call()
+
+
+def test_fields_of_the_batch_may_not_smuggle_arguments(handle: Any) -> None:
+    for name in ("num_items_in_batch", "output_attentions"):
+        with pytest.raises(BatchError, match=name):
+            handle.model(**handle.shard(batch(**{name: 3})))
+
+
+@pytest.mark.parametrize("argument", [{"sliding_window": 4}, {"softcap": 20.0}, {"s_aux": torch.zeros(4)}])
+def test_arguments_that_attention_would_heed_are_refused(handle: Any, argument: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=f"asks attention for {next(iter(argument))}="):
+        handle.model(**handle.shard(batch()), **argument)
+
+
+def test_logits_to_keep_are_refused(handle: Any) -> None:
+    with pytest.raises(ModelError, match="The head was given"):
+        handle.model(**handle.shard(batch()), logits_to_keep=2)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradient_checkpointing_of_transformers_is_refused(when: str) -> None:
+    made = llama()
+    if when == "before":
+        made.gradient_checkpointing_enable()
+        with pytest.raises(ModelError, match=r"gradient_checkpointing_disable\(\)"):
+            longspan.prepare(made)
+        return
+    applied = longspan.prepare(made)
+    made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    part = applied.shard(batch())
+    with pytest.raises(ModelError, match=r"gradient_checkpointing_disable\(\)"):
+        made(**part)
+    made.eval()
+    made(**part)
+    made.train()
+    made.gradient_checkpointing_disable()
+    made(**part).loss.backward()
+
+
+def test_settings_changed_behind_our_back_are_noticed() -> None:
+    applied = longspan.prepare(llama())
+    part = applied.shard(batch())
+    layers: Any = applied.layers
+    for layer in layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ModelError, match="attention dropout 0.1"):
+        applied.model(**part)
+    applied.model.eval()
+    applied.model(**part)
+    experts: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    moe = longspan.prepare(model(hf.Qwen3MoeConfig(**SIZES, **experts)))
+    moe.model.config.output_router_logits = True
+    with pytest.raises(BatchError, match="output_router_logits"):
+        moe.model(**moe.shard(batch()))
+
+
+def test_another_head_behind_our_back_is_noticed() -> None:
+    applied = longspan.prepare(llama())
+    applied.model.resize_token_embeddings(40, mean_resizing=False)
+    with pytest.raises(ModelError, match="output head that longspan prepared was not called"):
+        applied.model(**applied.shard(batch()))
+
+
+def test_another_attention_behind_our_back_is_noticed(handle: Any) -> None:
+    handle.model.set_attn_implementation("sdpa")
+    with pytest.raises(ModelError, match="attention implementation was set to 'sdpa' after longspan.prepare"):
+        handle.model(**handle.shard(batch()))
+
+
+def test_models_made_from_one_config_object_do_not_share_their_attention() -> None:
+    config = hf.LlamaConfig(**SIZES)
+    plain, other = model(config), model(config)
+    assert plain.config is other.config
+    ids = batch()["input_ids"]
+    logits = plain(input_ids=ids).logits
+    applied = longspan.prepare(other)
+    assert torch.equal(plain(input_ids=ids).logits, logits)
+    second = longspan.prepare(plain)
+    with applied.bypass():
+        second.model(**second.shard(batch()))
+    applied.remove()
+    second.model(**second.shard(batch()))
+
+
+def test_a_layer_called_by_itself_says_what_is_missing(handle: Any) -> None:
+    x = torch.rand(1, 4, 16)
+    tables = handle.model.model.rotary_emb(x, torch.arange(4)[None])
+    with pytest.raises(ModelError, match="without the context of a sharded batch"):
+        handle.layers[0](x, position_embeddings=tables)
+
+
+def test_after_an_error_the_model_still_works(handle: Any) -> None:
+    part = handle.shard(batch())
+    loss = handle.model(**part).loss
+    with pytest.raises(BatchError):
+        handle.model(**part, output_attentions=True)
+    with pytest.raises(IndexError):
+        handle.model(**handle.shard(batch(input_ids=torch.full((1, 12), 99))))
+    assert torch.equal(handle.model(**part).loss, loss)
