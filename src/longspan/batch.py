@@ -113,11 +113,10 @@ def shard_batch(
             part[name] = _untouched(name, value)
             passed.append(name)
     _refuse_cache(batch)
-    starts = documents.starts
     shard = Shard(
         mesh=mesh,
         layout=layout,
-        mask=Mask(layout.length, starts),
+        mask=Mask(layout.length, documents.starts),
         rows=rows,
         max_position=documents.max_position,
         targets=0 if labels is None else _count(labels),

@@ -56,6 +56,11 @@ LONG_ROPE = {
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_sizes()),
+    "llama-dynamic": lambda: LlamaConfig(
+        **_sizes(
+            max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        )
+    ),
     "two-heads": lambda: LlamaConfig(**_sizes(num_attention_heads=2, num_key_value_heads=2)),
     "llama-tied": lambda: LlamaConfig(**_sizes(tie_word_embeddings=True)),
     "qwen2": lambda: Qwen2Config(**_sizes(num_attention_heads=6, num_key_value_heads=3, head_dim=4)),

@@ -43,6 +43,7 @@ class Case:
     v_head_dim: int = 4
     kernel: str = "reference"
     zigzag: bool = True
+    tile: int | None = None
 
 
 def cases(heads: int, kv_heads: int, kernel: str) -> list[Case]:
@@ -58,6 +59,8 @@ def cases(heads: int, kv_heads: int, kernel: str) -> list[Case]:
         replace(base, starts=across),
         replace(base, starts=((0, 5, 6, 20, 47),), zigzag=False),
         replace(base, rows=2, starts=((0, 33), tuple(range(0, 63, 2)))),
+        replace(base, tile=3, starts=((0, 30),)),
+        replace(base, tile=100, rows=2),
         replace(base, tokens=17, head_dim=3, v_head_dim=5),
         replace(base, tokens=18, head_dim=6, v_head_dim=2, starts=((0, 9),)),
     ]
@@ -66,7 +69,7 @@ def cases(heads: int, kv_heads: int, kernel: str) -> list[Case]:
 def errors(case: Case, mesh: Mesh) -> dict[str, float]:
     """Return the relative errors of this rank's out, dq, dk and dv."""
     scale = 0.7 * case.head_dim**-0.5
-    layout = Layout(case.tokens, mesh.ring.size, mesh.ulysses.size, zigzag=case.zigzag)
+    layout = Layout(case.tokens, mesh.ring.size, mesh.ulysses.size, case.tile, case.zigzag)
     shapes = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim)]
     make = torch.Generator().manual_seed(case.tokens)
     full = [torch.randn(case.rows, case.tokens, *s, generator=make, dtype=torch.float64) for s in shapes]

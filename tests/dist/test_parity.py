@@ -91,10 +91,11 @@ def test_loss_and_gradients_equal_one_device(run_ranks: RunRanks, family: str, u
         assert exact(results), worst(results)
 
 
-def test_long_rope_goes_by_the_whole_batch(run_ranks: RunRanks) -> None:
-    """One rank of the ring sees positions below the border only, and must use the long factors all the same."""
+@pytest.mark.parametrize("family", ["phi3", "llama-dynamic"])
+def test_tables_that_adapt_to_the_length_go_by_the_whole_batch(run_ranks: RunRanks, family: str) -> None:
+    """One rank of the ring sees positions below the border only, and must use the frequencies of long rows as well."""
     for tokens in (32, 33, 40):
-        results = run_ranks(2, step_errors, Setup("phi3", 1, 2, [[Rows([[tokens]])]]))
+        results = run_ranks(2, step_errors, Setup(family, 1, 2, [[Rows([[tokens]])]]))
         assert exact(results), (tokens, worst(results))
 
 
