@@ -120,7 +120,16 @@ def main() -> None:
         print(name.ljust(8), "  ".join(f"{key} {value:7.3f}" for key, value in row.items()), flush=True)
     if options.out:
         with open(options.out, "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tokens": options.tokens, "rows": rows}, file, indent=1)
+            json.dump(
+                {
+                    "gpu": torch.cuda.get_device_name(),
+                    "torch": torch.__version__,
+                    "tokens": options.tokens,
+                    "rows": rows,
+                },
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import longspan
 
-TOKENS, STEPS = 8192, 5
+TOKENS, STEPS = 8192, 3
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
 
 
@@ -76,7 +76,9 @@ def main() -> None:
         "shape": SHAPE | {"tokens": TOKENS, "dtype": "float32", "threads per process": 1},
         "machine": f"{platform.machine()}, {mp.cpu_count()} cores",
         "torch": torch.__version__,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
     print(json.dumps(result, indent=1))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, Case, packed, relative_error
 from torch import Tensor
 
+from kernel_cases import CASES, Case, packed, relative_error
 from longspan.errors import KernelError
 from longspan.kernels import aten_flash, cuda, cudnn, fa4, flash_attn
 from longspan.kernels.protocol import Kernel, Request

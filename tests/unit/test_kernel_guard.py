@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import CASES, Case, relative_error
 from torch import Tensor
 
+from kernel_cases import CASES, Case, relative_error
 from longspan.errors import KernelError
 from longspan.kernels.cpu import Cpu
 from longspan.kernels.guard import INT32_ELEMENTS, Guard, cut, extent

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from kernel_cases import CASES, relative_error
 
+from kernel_cases import CASES, relative_error
 from longspan.errors import KernelError
 from longspan.kernels import aten_flash, cudnn, fa4, flash_attn, reference
 from longspan.kernels.guard import INT32_ELEMENTS, Guard

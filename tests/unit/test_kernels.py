@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CASES, Case, packed, relative_error
 from torch import Tensor
 
+from kernel_cases import CASES, Case, packed, relative_error
 from longspan.errors import KernelError
 from longspan.kernels.compose import Either, EqualDims
 from longspan.kernels.cpu import Cpu

@@ -43,7 +43,9 @@ class Compiler:
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiler:
         return Compiler(self.backend)
 
-    def graph(self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], scale: list[float]) -> tuple[Graph, float]:
+    def graph(
+        self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], scale: list[float]
+    ) -> tuple[Graph, float]:
         """Return the compiled function of these tensors, tracing it at its first use.
 
         Args:
@@ -104,7 +106,7 @@ class CompiledHalves(Halves):
     def differentiate_after(
         self, x: Tensor, kwargs: dict[str, Any], out: Tensor, dy: Tensor, need_x: bool
     ) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
-        """Return the gradients of x, of the attention output and of the parameters, through the half after attention."""
+        """Differentiate the half after attention: gradients of x, of the attention output, and of the parameters."""
         plain = super().after
 
         def function(inputs: Inputs, x: Tensor, out: Tensor, dy: Tensor) -> list[Tensor | None]:
@@ -117,7 +119,7 @@ class CompiledHalves(Halves):
     def differentiate_before(
         self, x: Tensor, kwargs: dict[str, Any], dqkv: Sequence[Tensor], need_x: bool, names: frozenset[str]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return the gradients of x and of the parameters through the half before attention."""
+        """Differentiate the half before attention: gradients of x and of the parameters."""
         plain = super().before
 
         def half(kwargs: dict[str, Any], x: Tensor) -> list[Tensor]:

@@ -16,6 +16,7 @@ from longspan.errors import ModelError
 from longspan.layout import Piece
 from longspan.stream.arguments import Arguments
 from longspan.stream.calls import Answer
+from longspan.stream.compiled import CompiledHalves
 from longspan.stream.halves import Halves
 from longspan.stream.keep import Keep
 from longspan.stream.segment import Segment, State
@@ -61,12 +62,17 @@ class LayerRun:
     def differentiate_after(self, index: int, x: Tensor, out: Tensor, dy: Tensor, need_x: bool) -> Any:
         """See `CompiledHalves.differentiate_after`."""
         with self._ambient(index, x.device):
-            return self.halves.differentiate_after(x, self._kwargs(index), out, dy, need_x)
+            return self._compiled.differentiate_after(x, self._kwargs(index), out, dy, need_x)
 
     def differentiate_before(self, index: int, x: Tensor, dqkv: Sequence[Tensor], need_x: bool) -> Any:
         """See `CompiledHalves.differentiate_before`."""
         with self._ambient(index, x.device):
-            return self.halves.differentiate_before(x, self._kwargs(index), dqkv, need_x, self.arguments.names)
+            return self._compiled.differentiate_before(x, self._kwargs(index), dqkv, need_x, self.arguments.names)
+
+    @property
+    def _compiled(self) -> CompiledHalves:
+        assert isinstance(self.halves, CompiledHalves)
+        return self.halves
 
     def _kwargs(self, index: int) -> dict[str, Any]:
         at = self.tiles[index]
@@ -128,7 +134,13 @@ class Gradients:
         return self.x[:, at.start : at.stop].detach().requires_grad_(self.need_x)
 
     def add(
-        self, at: Piece, leaf: Tensor, outs: Sequence[Tensor], douts: Sequence[Tensor], *more: Tensor, again: bool = False
+        self,
+        at: Piece,
+        leaf: Tensor,
+        outs: Sequence[Tensor],
+        douts: Sequence[Tensor],
+        *more: Tensor,
+        again: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """Differentiate a tile's outputs and add what belongs to the hidden states and parameters.
 

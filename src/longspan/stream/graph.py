@@ -29,7 +29,9 @@ class DifferentiableHalves:
         self.before = torch.compile(_before, backend=backend, fullgraph=True, dynamic=False)
         self.after = torch.compile(_after, backend=backend, fullgraph=True, dynamic=False)
 
-    def through(self, halves: Halves, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer) -> Tensor:
+    def through(
+        self, halves: Halves, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer
+    ) -> Tensor:
         """Run a layer on x [B, s, d] with `answer` computing its attention -> [B, s, d]."""
         given = {halves.hidden_name: x, **kwargs}
         q, k, v, scale = self.before(halves.code, halves.layer, given, halves.context, names)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from longspan.errors import ConfigError
 
 
-class Keep(str, Enum):
+class Keep(StrEnum):
     """From the most memory and least work to the least memory and most work.
 
     graph: the plain layer with all its activations; nothing is computed again.

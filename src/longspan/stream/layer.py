@@ -89,4 +89,6 @@ class Streamed:
 
     def _draws(self) -> bool:
         """Whether a module of the layer may draw random numbers in this pass."""
-        return self.layer.training and any(getattr(m, "p", 0) for m in self.layer.modules() if "Dropout" in type(m).__name__)
+        return self.layer.training and any(
+            getattr(m, "p", 0) for m in self.layer.modules() if "Dropout" in type(m).__name__
+        )

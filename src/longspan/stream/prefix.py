@@ -28,9 +28,7 @@ class Tiles:
     def of(cls, mask: Mask, local: Sequence[Piece], ranks: int) -> Tiles:
         """Work out the tiles of a shard that `ranks` Ulysses ranks hold interleaved. Pure."""
         joined = tuple(Piece(tile.start * ranks, tile.stop * ranks) for tile in local)
-        works = tuple(
-            mask.work([tile], [tile] if tile.start == 0 else [Piece(0, tile.start), tile]) for tile in joined
-        )
+        works = tuple(mask.work([tile], [tile] if tile.start == 0 else [Piece(0, tile.start), tile]) for tile in joined)
         return cls(tuple(local), joined, works)
 
 

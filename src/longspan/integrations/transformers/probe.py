@@ -155,7 +155,12 @@ def _check_rows(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
 
     def run(x: Tensor, moved: bool = False) -> tuple[Tensor, list[Request]]:
         call = ProbeCall(moved)
-        out = layer(x, *args, **rest, **{CONTEXT: call})
+        try:
+            out = layer(x, *args, **rest, **{CONTEXT: call})
+        except (LongspanError, NotImplementedError):
+            raise
+        except Exception as error:
+            raise ModelError(f"{name} cannot be run by itself ({type(error).__name__}: {error}).") from error
         return (out[0] if isinstance(out, tuple) else out), call.requests
 
     noise = torch.randn(x[:, _ROW].shape, generator=torch.Generator().manual_seed(5)).to(x)
@@ -182,11 +187,11 @@ def _check_rows(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def _hidden(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return args[0], args[1:], kwargs
-    if isinstance(kwargs.get("hidden_states"), Tensor):
-        return kwargs["hidden_states"], (), {k: v for k, v in kwargs.items() if k != "hidden_states"}
-    raise ModelError(f"{name} is not called with hidden states as its first argument.")
+    x = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[:2] != (1, _TOKENS):
+        shape = f", but with {list(x.shape)}" if isinstance(x, Tensor) else ""
+        raise ModelError(f"{name} is not called with hidden states [B, S, d] as its first argument{shape}.")
+    return x, args[1:], {k: v for k, v in kwargs.items() if args or k != "hidden_states"}
 
 
 def _shape(request: Request) -> Shape:
