@@ -119,7 +119,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shared-keys": (
         gemma3n,
-        r"language_model.layers.0 \(Gemma3nTextDecoderLayer\) is not called with hidden states \[B, S, d\]",
+        r"model.layers.0 \(Gemma3nTextDecoderLayer\) is not called with hidden states \[B, S, d\]",
     ),
     "mamba": (
         lambda: model(hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)),
