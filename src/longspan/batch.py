@@ -25,6 +25,9 @@ IGNORE_INDEX = -100
 CONTEXT = "longspan"
 """Name under which a part carries its `Shard` into the model."""
 
+CACHES = ("past_key_values", "cache")
+"""Names under which models of transformers take a KV cache."""
+
 _TOKEN_FIELDS = ("input_ids", "inputs_embeds", "token_type_ids")
 _LABEL_FIELDS = ("labels", "shift_labels")
 
@@ -104,7 +107,7 @@ def shard_batch(
     part: dict[str, Any] = {}
     passed = []
     labels = _shifted_labels(batch, documents, rows, length)
-    known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, "use_cache"}
+    known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
     _check_token_fields(batch, token_fields)
     for name, value in batch.items():
         if name in token_fields or name in _TOKEN_FIELDS:
@@ -194,9 +197,10 @@ def _untouched(name: str, value: Any) -> Any:
 
 
 def _refuse_cache(batch: Mapping[str, Any]) -> None:
-    if batch.get("past_key_values") is not None or batch.get("use_cache"):
+    given = [name for name in (*CACHES, "use_cache") if batch.get(name) is not None and batch[name] is not False]
+    if given:
         raise BatchError(
-            "A KV cache cannot be used with a sharded sequence: drop past_key_values and use_cache; to generate, use "
+            f"A KV cache cannot be used with a sharded sequence: drop {' and '.join(given)}; to generate, use "
             "`with handle.bypass():`."
         )
 

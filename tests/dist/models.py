@@ -25,6 +25,8 @@ from transformers import (
 
 VOCABULARY = 37
 
+MIXED_HEADS = "mixed-heads"
+
 Batch = dict[str, Any]
 
 
@@ -56,6 +58,7 @@ LONG_ROPE = {
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_sizes()),
+    "llama-6-heads": lambda: LlamaConfig(**_sizes(num_attention_heads=6, num_key_value_heads=3)),
     "llama-dynamic": lambda: LlamaConfig(
         **_sizes(
             max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -78,6 +81,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 2) -> Any:
     """Build a model with random weights; biases and norms are random too, so that no gradient is special."""
     torch.manual_seed(seed)
+    if family == MIXED_HEADS:
+        return _mixed_heads(dtype, seed)
     config = FAMILIES[family]()
     config.num_hidden_layers = layers
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").to(
@@ -88,6 +93,14 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.train()
+
+
+def _mixed_heads(dtype: torch.dtype, seed: int) -> Any:
+    """Build a model whose second layer has 6 query and 3 KV heads, where the first has 4 and 2."""
+    model, other = build("llama", dtype, seed), build("llama-6-heads", dtype, seed)
+    model.model.layers[1] = other.model.layers[1]
+    model.model.layers[1].self_attn.config = model.config
+    return model
 
 
 @dataclass(frozen=True)

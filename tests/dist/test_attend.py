@@ -27,7 +27,7 @@ from pool import RunRanks
 pytestmark = pytest.mark.dist
 
 DEGREES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (1, 4)]
-HEADS = [(4, 2), (6, 3), (5, 1), (5, 5), (4, 4)]
+HEADS = [(4, 2), (6, 3), (5, 1), (5, 5)]
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,12 @@ def gradients(change: Callable[[list[Tensor], Mesh], None]) -> Callable[[Mesh], 
         right = Ulysses.leave_gradients
 
         def leave_gradients(self: Ulysses, *grads: Tensor) -> Any:
-            found = [g.clone() for g in right(self, *grads)]
-            change(found, mesh)
-            return tuple(found)
+            def changed(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                found = [g.clone() for g in parts]
+                change(found, mesh)
+                return tuple(found)
+
+            return right(self, *grads).then(changed)  # type: ignore[arg-type]
 
         with patch.object(Ulysses, "leave_gradients", leave_gradients):
             yield

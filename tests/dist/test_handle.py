@@ -21,11 +21,15 @@ from torch.distributed.fsdp import fully_shard
 import longspan
 from dense import TOLERANCE, apart, relative
 from longspan.errors import BatchError, ConfigError, ModelError, TopologyError
+from longspan.stream.keep import Keep, Memory
 from models import VOCABULARY, Rows, WideMode, build, gradients, one_device
 from pool import RunRanks
 from test_parity import PACKED, RAGGED, Errors, compare, exact, worst
+from test_stream import wide
 
 pytestmark = pytest.mark.dist
+
+MEMORIES: dict[str, Any] = {"whole": "auto", "tiles": Memory(4, Keep.X_O)}
 
 PADDED = Rows([[13, 4], [29], [1, 1, 8]])
 
@@ -77,17 +81,18 @@ def test_a_part_of_another_model_is_refused(run_ranks: RunRanks) -> None:
     assert all("this model's handle" in told for told in run_ranks(2, other_models_part))
 
 
-def two_forwards() -> Errors:
-    with WideMode():
+def two_forwards(memory: str) -> Errors:
+    with wide():
         model = build("llama")
         wanted = summed(model, PACKED, RAGGED)
-        handle = longspan.prepare(model, 2, ring_degree=2)
+        handle = longspan.prepare(model, 2, ring_degree=2, memory=MEMORIES[memory])
         train(handle, PACKED, RAGGED)
     return compare(model, wanted)
 
 
-def test_two_forwards_before_one_backward(run_ranks: RunRanks) -> None:
-    results = run_ranks(2, two_forwards)
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_two_forwards_before_one_backward(run_ranks: RunRanks, memory: str) -> None:
+    results = run_ranks(2, two_forwards, memory)
     assert exact(results), worst(results)
 
 
@@ -118,13 +123,13 @@ def test_recompute_uses_the_context_of_its_own_batch(run_ranks: RunRanks) -> Non
     assert exact(results), worst(results)
 
 
-def copied() -> tuple[Errors, Errors, bool]:
-    with WideMode():
+def copied(memory: str) -> tuple[Errors, Errors, bool]:
+    with wide():
         model = build("llama")
-        handle = longspan.prepare(model, 2)
+        handle = longspan.prepare(model, 2, memory=MEMORIES[memory])
         train(handle, RAGGED)
         other = copy.deepcopy(model)
-        theirs = longspan.prepare(other, 2)
+        theirs = longspan.prepare(other, 2, memory=MEMORIES[memory])
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(1.1)
@@ -143,8 +148,9 @@ def copied() -> tuple[Errors, Errors, bool]:
     return compare(model, wanted), compare(other, wanted_other), same and theirs is not handle
 
 
-def test_a_deepcopy_is_independent(run_ranks: RunRanks) -> None:
-    results = run_ranks(2, copied)
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_deepcopy_is_independent(run_ranks: RunRanks, memory: str) -> None:
+    results = run_ranks(2, copied, memory)
     assert all(exact(found[:2]) and found[2] for found in results), results
 
 
@@ -163,14 +169,14 @@ def same(a: Any, b: Any) -> bool:
     return bool(torch.equal(a, b)) if isinstance(a, Tensor) else a is b or a == b
 
 
-def removed(family: str) -> list[str]:
+def removed(family: str, memory: str) -> list[str]:
     """Return what differs after prepare, a step and remove; bits included."""
     model = build(family)
     ids = RAGGED.batch()["input_ids"]
     model(input_ids=ids, use_cache=False)
     before = state(model)
     logits = model(input_ids=ids, use_cache=False).logits
-    handle = longspan.prepare(model, 2)
+    handle = longspan.prepare(model, 2, memory=MEMORIES[memory])
     model.eval()
     with torch.no_grad():
         model(**handle.shard(RAGGED.batch()))
@@ -187,9 +193,10 @@ def removed(family: str) -> list[str]:
     return [name for name in before.keys() | after.keys() if not same(before.get(name), after.get(name))]
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3-moe"])
-def test_remove_restores_the_model_bit_by_bit(run_ranks: RunRanks, family: str) -> None:
-    for changed in run_ranks(2, removed, family):
+def test_remove_restores_the_model_bit_by_bit(run_ranks: RunRanks, family: str, memory: str) -> None:
+    for changed in run_ranks(2, removed, family, memory):
         assert [name for name in changed if "long_inv_freq" not in name] == []  # a table that transformers keeps
 
 
@@ -287,8 +294,8 @@ def test_generate_works_inside_bypass(run_ranks: RunRanks) -> None:
     assert run_ranks(2, generated) == [True, True]
 
 
-def gathered(ulysses: int, ring: int) -> list[bool]:
-    handle = longspan.prepare(build("llama"), ulysses * ring, ulysses_degree=ulysses)
+def gathered(ulysses: int, ring: int, memory: str) -> list[bool]:
+    handle = longspan.prepare(build("llama"), ulysses * ring, ulysses_degree=ulysses, memory=MEMORIES[memory])
     checks = []
     for rows in (PACKED, PADDED, Rows([[1]])):
         batch = rows.batch()
@@ -309,9 +316,10 @@ def gathered(ulysses: int, ring: int) -> list[bool]:
     return checks
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (1, 2), (2, 2), (4, 1)])
-def test_gather_restores_order_and_length(run_ranks: RunRanks, ulysses: int, ring: int) -> None:
-    assert all(all(checks) for checks in run_ranks(ulysses * ring, gathered, ulysses, ring))
+def test_gather_restores_order_and_length(run_ranks: RunRanks, ulysses: int, ring: int, memory: str) -> None:
+    assert all(all(checks) for checks in run_ranks(ulysses * ring, gathered, ulysses, ring, memory))
 
 
 def own_loss(grad_reduction: str, via: str) -> Errors:
@@ -396,9 +404,10 @@ def test_embeddings_can_be_given_in_place_of_ids(run_ranks: RunRanks) -> None:
     assert exact(results), worst(results)
 
 
-def leak(ulysses: int, ring: int, dtype: torch.dtype) -> tuple[bool, bool]:
+def leak(ulysses: int, ring: int, dtype: torch.dtype, memory: str) -> tuple[bool, bool]:
     """Change one token of the first document: does a bit of the second's logits move, and does the first's?"""
-    handle = longspan.prepare(build("llama", dtype), ulysses * ring, ulysses_degree=ulysses, logits=True)
+    model = build("llama", dtype)
+    handle = longspan.prepare(model, ulysses * ring, ulysses_degree=ulysses, logits=True, memory=MEMORIES[memory])
     batch = Rows([[22, 25]]).batch()
     logits = []
     for _ in range(2):
@@ -411,9 +420,15 @@ def leak(ulysses: int, ring: int, dtype: torch.dtype) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_documents_do_not_see_each_other(run_ranks: RunRanks, ulysses: int, ring: int, dtype: torch.dtype) -> None:
-    assert run_ranks(ulysses * ring, leak, ulysses, ring, dtype) == [(False, True)] * (ulysses * ring)
+@pytest.mark.parametrize(
+    ("dtype", "memory"),
+    [(torch.float32, "whole"), (torch.bfloat16, "whole"), (torch.float32, "tiles")],
+    ids=["fp32", "bf16", "tiles"],
+)
+def test_documents_do_not_see_each_other(
+    run_ranks: RunRanks, ulysses: int, ring: int, dtype: torch.dtype, memory: str
+) -> None:
+    assert run_ranks(ulysses * ring, leak, ulysses, ring, dtype, memory) == [(False, True)] * (ulysses * ring)
 
 
 def on_a_host_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> Errors:

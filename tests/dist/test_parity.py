@@ -17,7 +17,7 @@ import longspan
 from dense import TOLERANCE, apart, relative
 from longspan.batch import Shard
 from longspan.integrations.transformers import Applied
-from models import Rows, WideMode, build, gradients, one_device
+from models import MIXED_HEADS, Rows, WideMode, build, gradients, one_device
 from pool import RunRanks
 
 pytestmark = pytest.mark.dist
@@ -36,14 +36,20 @@ class Setup:
     Args:
         steps: micro-batches of each data rank.
         counted: whether `num_items` is given.
+        size: sequence-parallel ranks, where not both degrees are set.
     """
 
     family: str
-    ulysses: int
-    ring: int
+    ulysses: int | None
+    ring: int | None
     steps: Sequence[Sequence[Rows]]
     counted: bool = False
     grad_reduction: str = "mean"
+    size: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.size or (self.ulysses or 1) * (self.ring or 1)
 
 
 def step_errors(setup: Setup, mistake: str | None = None) -> Errors:
@@ -54,7 +60,7 @@ def step_errors(setup: Setup, mistake: str | None = None) -> Errors:
         loss, wanted, targets = one_device(model, [rows for steps in setup.steps for rows in steps])
         handle = longspan.prepare(
             model,
-            setup.ulysses * setup.ring,
+            setup.ranks,
             ulysses_degree=setup.ulysses,
             ring_degree=setup.ring,
             grad_reduction=setup.grad_reduction,  # type: ignore[arg-type]
@@ -97,6 +103,25 @@ def test_tables_that_adapt_to_the_length_go_by_the_whole_batch(run_ranks: RunRan
     for tokens in (32, 33, 40):
         results = run_ranks(2, step_errors, Setup(family, 1, 2, [[Rows([[tokens]])]]))
         assert exact(results), (tokens, worst(results))
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(3, 1), (1, 3)], ids=["ulysses3", "ring3"])
+def test_three_ranks(run_ranks: RunRanks, ulysses: int, ring: int) -> None:
+    results = run_ranks(3, step_errors, Setup("qwen2", ulysses, ring, [[RAGGED]]))
+    assert exact(results), worst(results)
+
+
+@pytest.mark.parametrize("ulysses", [None, 1, 4], ids=["automatic", "ring", "uneven"])
+def test_layers_may_differ_in_their_heads(run_ranks: RunRanks, ulysses: int | None) -> None:
+    """Of 4 and 6 query heads, automatic degrees take what divides both."""
+    results = run_ranks(4, step_errors, Setup(MIXED_HEADS, ulysses, None, [[PACKED]], size=4))
+    assert exact(results), worst(results)
+
+
+def test_data_parallel_ranks_alone(run_ranks: RunRanks) -> None:
+    steps = [[PACKED], [RAGGED], [Rows([[9]], untargeted=[0])], [Rows([[3, 5]], seed=1)]]
+    results = run_ranks(4, step_errors, Setup("llama", 1, 1, steps))
+    assert exact(results), worst(results)
 
 
 UNEVEN = [

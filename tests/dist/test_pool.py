@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from pool import RankError, RunRanks
 
 pytestmark = pytest.mark.dist

@@ -59,7 +59,7 @@ def flipped_heads() -> Any:
     from longspan.attention.ulysses import Ulysses
 
     right = Ulysses.leave
-    return patch.object(Ulysses, "leave", lambda self, out: right(self, out).flip(2))
+    return patch.object(Ulysses, "leave", lambda self, out: right(self, out).then(lambda found: found.flip(2)))
 
 
 def lost_gradient() -> Any:

@@ -280,6 +280,7 @@ def handle() -> Any:
         ({"output_router_logits": True}, "cannot be called with output_router_logits"),
         ({"use_cache": True}, "KV cache"),
         ({"past_key_values": hf.DynamicCache()}, "KV cache"),
+        ({"cache": hf.DynamicCache()}, "KV cache"),
         ({"return_dict": False}, "leave return_dict out"),
         ({"shift_labels": None}, "no labels, so there is nothing to compute"),
         ({"longspan": None}, r"was given a full batch. Call model\(\*\*handle.shard\(batch\)\)"),
@@ -297,7 +298,7 @@ def test_a_prepared_model_refuses_arguments_that_it_would_not_honour(
 def test_arguments_that_say_nothing_are_fine(handle: Any) -> None:
     part = handle.shard(batch())
     loss = handle.model(**part).loss
-    nothing = {"labels": None, "output_attentions": False, "past_key_values": None, "return_dict": True}
+    nothing = {"labels": None, "output_attentions": False, "attention_mask": None, "return_dict": True}
     assert torch.equal(handle.model(**part, **nothing, output_router_logits=None).loss, loss)
 
 
@@ -318,6 +319,14 @@ def test_fields_of_the_batch_may_not_smuggle_arguments(handle: Any) -> None:
 def test_arguments_that_attention_would_heed_are_refused(handle: Any, argument: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=f"asks attention for {next(iter(argument))}="):
         handle.model(**handle.shard(batch()), **argument)
+
+
+@pytest.mark.parametrize("token", [32, 99, -1])
+def test_tokens_that_the_model_does_not_know_are_named(handle: Any, token: int) -> None:
+    ids = torch.arange(1, 13)[None]
+    ids[0, 5] = token
+    with pytest.raises(BatchError, match=f"input_ids holds token {token}; the model knows 0 to 31"):
+        handle.model(**handle.shard(batch(input_ids=ids)))
 
 
 def test_logits_to_keep_are_refused(handle: Any) -> None:
@@ -402,6 +411,6 @@ def test_after_an_error_the_model_still_works(handle: Any) -> None:
     loss = handle.model(**part).loss
     with pytest.raises(BatchError):
         handle.model(**part, output_attentions=True)
-    with pytest.raises(IndexError):
+    with pytest.raises(BatchError):
         handle.model(**handle.shard(batch(input_ids=torch.full((1, 12), 99))))
     assert torch.equal(handle.model(**part).loss, loss)

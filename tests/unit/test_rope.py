@@ -44,6 +44,8 @@ class Kinds(nn.Module):
 class ScaledByLength(nn.Module):
     """Scales long sequences by a number of its own, as PhiMoE does."""
 
+    inv_freq: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("inv_freq", 1e4 ** -(torch.arange(0, 8, 2) / 8))

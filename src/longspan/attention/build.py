@@ -113,20 +113,20 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: Attend, schedule: Schedule, scale: float) -> Tensor:
         ulysses, ring = attend.ulysses(q, k, schedule.parts), Ring(attend.kernel, attend.mesh.ring)
-        q, k, v = ulysses.enter(q, k, v)
+        q, k, v = ulysses.enter(q, k, v).wait()
         out, lse = ring.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ulysses, ctx.ring, ctx.schedule, ctx.scale = ulysses, ring, schedule, scale
-        return ulysses.leave(out)
+        return ulysses.leave(out).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         ulysses: Ulysses = ctx.ulysses
-        (dout,) = ulysses.enter_queries(dout.to(out.dtype))
+        (dout,) = ulysses.enter_queries(dout.to(out.dtype)).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
         dq, dk, dv = ctx.ring.backward(dout, saved, ctx.schedule, ctx.scale)
         grads = (dq, ulysses.contract(dk), ulysses.contract(dv))
-        dq, dk, dv = ulysses.leave_gradients(*(g.to(q.dtype) for g in grads))
+        dq, dk, dv = ulysses.leave_gradients(*(g.to(q.dtype) for g in grads)).wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longspan.comm.exchange import to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
+from longspan.comm.pending import Pending, together
 from longspan.kernels.protocol import wide
 from longspan.layout import Piece
 from longspan.mesh import Axis
@@ -33,43 +34,41 @@ class Ulysses:
     axis: Axis
     parts: tuple[Piece, ...] = ()
 
-    def enter(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def enter(self, q: Tensor, k: Tensor, v: Tensor) -> Pending[list[Tensor]]:
         """Exchange q [B, s, H, D], k [B, s, K, D], v [B, s, K, Dv] for [B, s*u, heads of this rank, ...]."""
         query, key = self.split.query, self.split.key
-        q, k, v = self._to_heads([q, k, v], [query, key, key])
-        return q, k, v
+        return self._to_heads([q, k, v], [query, key, key])
 
-    def enter_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def enter_keys(self, k: Tensor, v: Tensor) -> Pending[list[Tensor]]:
         """Exchange k and v alone, as `enter` does."""
-        k, v = self._to_heads([k, v], [self.split.key] * 2)
-        return k, v
+        return self._to_heads([k, v], [self.split.key] * 2)
 
-    def enter_queries(self, *tensors: Tensor) -> list[Tensor]:
+    def enter_queries(self, *tensors: Tensor) -> Pending[list[Tensor]]:
         """Exchange tensors [B, s, H, ...] in one all-to-all as `enter` does q: q, out and dout of a backward."""
         return self._to_heads(tensors, [self.split.query] * len(tensors))
 
-    def leave(self, out: Tensor) -> Tensor:
+    def leave(self, out: Tensor) -> Pending[Tensor]:
         """Exchange out [B, s*u, heads of this rank, Dv] for [B, s, H, Dv]."""
-        return self._to_tokens([out], [self.split.query])[0]
+        return self._to_tokens([out], [self.split.query]).then(lambda outs: outs[0])
 
-    def leave_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def leave_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Pending[tuple[Tensor, Tensor, Tensor]]:
         """Exchange dq, dk and dv back, adding up the gradients of replicated KV heads."""
         query, key = self.split.query, self.split.key
-        dq, dk, dv = self._to_tokens([dq, dk, dv], [query, key, key])
-        return dq, self._join(dk), self._join(dv)
+        back = self._to_tokens([dq, dk, dv], [query, key, key])
+        return back.then(lambda parts: (parts[0], self._join(parts[1]), self._join(parts[2])))
 
-    def _to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[range]]) -> list[Tensor]:
+    def _to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[range]]) -> Pending[list[Tensor]]:
         if len(self.parts) < 2 or self.axis.size == 1:
             return to_heads(tensors, heads, self.axis)
         cuts = [to_heads([t[:, p.start : p.stop] for t in tensors], heads, self.axis) for p in self.parts]
-        return [torch.cat(cut, 1) for cut in zip(*cuts, strict=True)]
+        return together(cuts, _joined)
 
-    def _to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[range]]) -> list[Tensor]:
+    def _to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[range]]) -> Pending[list[Tensor]]:
         if len(self.parts) < 2 or self.axis.size == 1:
             return to_tokens(tensors, heads, self.axis)
         u = self.axis.size
         cuts = [to_tokens([t[:, p.start * u : p.stop * u] for t in tensors], heads, self.axis) for p in self.parts]
-        return [torch.cat(cut, 1) for cut in zip(*cuts, strict=True)]
+        return together(cuts, _joined)
 
     def expand(self, kv: Tensor) -> Tensor:
         """Repeat KV heads, one per query head, where the query heads of this rank do not share them evenly."""
@@ -88,6 +87,11 @@ class Ulysses:
         if dkv.shape[2] == self.split.kv_heads:
             return dkv
         return _gather_heads(dkv, list(self.split.replicas()), self.split.kv_heads)
+
+
+def _joined(cuts: list[list[Tensor]]) -> list[Tensor]:
+    """Join the exchanged parts of each tensor, in token order."""
+    return [torch.cat(cut, 1) for cut in zip(*cuts, strict=True)]
 
 
 def _gather_heads(dkv: Tensor, heads: list[int], count: int) -> Tensor:

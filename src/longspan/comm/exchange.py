@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.pending import Pending
 from longspan.mesh import Axis
 
 
-def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: Axis) -> list[Tensor]:
-    """Exchange a part of the tokens with all heads for all tokens with a part of the heads.
+def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: Axis) -> Pending[list[Tensor]]:
+    """Start exchanging a part of the tokens with all heads for all tokens with a part of the heads.
 
     Args:
         tensors: [B, s, H_i, D_i] each, for example q, k and v; they travel together.
@@ -24,7 +25,7 @@ def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: 
     Cost: one all-to-all; one copy to lay the heads out by destination, and one more when B > 1.
     """
     if axis.size == 1:
-        return list(tensors)
+        return Pending([], lambda: list(tensors))
     batch, tokens = tensors[0].shape[:2]
     dims = [t.shape[-1] for t in tensors]
     widths = [sum(len(h[j]) * d for h, d in zip(heads, dims, strict=True)) for j in range(axis.size)]
@@ -36,15 +37,21 @@ def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: 
             run.unflatten(-1, (len(h[j]), t.shape[-1])).copy_(t[:, :, h[j].start : h[j].stop])
     width = widths[axis.rank]
     received = sent.new_empty(axis.size * rows * width)
-    dist.all_to_all_single(received, sent, [rows * width] * axis.size, [rows * w for w in widths], group=axis.group)
-    joined = received.view(axis.size, batch, tokens, width).transpose(0, 1).reshape(batch, -1, width)
-    counts = [len(h[axis.rank]) for h in heads]
-    runs = joined.split([n * d for n, d in zip(counts, dims, strict=True)], -1)
-    return [run.unflatten(-1, (n, d)) for run, n, d in zip(runs, counts, dims, strict=True)]
+    request = dist.all_to_all_single(
+        received, sent, [rows * width] * axis.size, [rows * w for w in widths], axis.group, async_op=True
+    )
+
+    def finish() -> list[Tensor]:
+        joined = received.view(axis.size, batch, tokens, width).transpose(0, 1).reshape(batch, -1, width)
+        counts = [len(h[axis.rank]) for h in heads]
+        runs = joined.split([n * d for n, d in zip(counts, dims, strict=True)], -1)
+        return [run.unflatten(-1, (n, d)) for run, n, d in zip(runs, counts, dims, strict=True)]
+
+    return Pending([request], finish, sent)
 
 
-def to_tokens(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: Axis) -> list[Tensor]:
-    """Undo `to_heads`: all tokens with a part of the heads for a part of the tokens with the heads of every rank.
+def to_tokens(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: Axis) -> Pending[list[Tensor]]:
+    """Start undoing `to_heads`: a part of the tokens with the heads of every rank for all tokens with some heads.
 
     Args:
         tensors: [B, s * size, h_i, D_i] each.
@@ -57,7 +64,7 @@ def to_tokens(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis:
     Cost: one all-to-all and two copies.
     """
     if axis.size == 1:
-        return list(tensors)
+        return Pending([], lambda: list(tensors))
     batch, tokens = tensors[0].shape[0], tensors[0].shape[1] // axis.size
     dims = [t.shape[-1] for t in tensors]
     widths = [sum(len(h[j]) * d for h, d in zip(heads, dims, strict=True)) for j in range(axis.size)]
@@ -67,11 +74,17 @@ def to_tokens(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis:
     for run, t in zip(runs, tensors, strict=True):
         run.unflatten(-1, t.shape[2:]).copy_(t.unflatten(1, (axis.size, tokens)).transpose(0, 1))
     received = sent.new_empty(rows * sum(widths))
-    dist.all_to_all_single(received, sent.view(-1), [rows * w for w in widths], [rows * width] * axis.size, axis.group)
-    parts = [part.view(batch, tokens, -1) for part in received.split([rows * w for w in widths])]
-    result, start = [], [0] * axis.size
-    for h, d in zip(heads, dims, strict=True):
-        cuts = [part[..., a : a + len(h[j]) * d] for j, (part, a) in enumerate(zip(parts, start, strict=True))]
-        result.append(torch.cat(cuts, -1).unflatten(-1, (-1, d)))
-        start = [a + len(h[j]) * d for j, a in enumerate(start)]
-    return result
+    request = dist.all_to_all_single(
+        received, sent.view(-1), [rows * w for w in widths], [rows * width] * axis.size, axis.group, async_op=True
+    )
+
+    def finish() -> list[Tensor]:
+        parts = [part.view(batch, tokens, -1) for part in received.split([rows * w for w in widths])]
+        result, start = [], [0] * axis.size
+        for h, d in zip(heads, dims, strict=True):
+            cuts = [part[..., a : a + len(h[j]) * d] for j, (part, a) in enumerate(zip(parts, start, strict=True))]
+            result.append(torch.cat(cuts, -1).unflatten(-1, (-1, d)))
+            start = [a + len(h[j]) * d for j, a in enumerate(start)]
+        return result
+
+    return Pending([request], finish, sent)

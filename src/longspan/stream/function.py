@@ -70,6 +70,11 @@ class LayerRun:
             return self._compiled.differentiate_before(x, self._kwargs(index), dqkv, need_x, self.arguments.names)
 
     @property
+    def splits(self) -> bool:
+        """Whether tiles run as two halves, so that other work fits between them."""
+        return isinstance(self.halves, CompiledHalves)
+
+    @property
     def _compiled(self) -> CompiledHalves:
         assert isinstance(self.halves, CompiledHalves)
         return self.halves

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.call import Request
-from longspan.batch import CONTEXT, Shard
+from longspan.batch import CACHES, CONTEXT, Shard
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
 from longspan.loss import Head, tiled_loss, token_logps
@@ -115,7 +115,7 @@ class Forward:
                 f"The batch was sharded for ulysses {theirs.ulysses} x ring {theirs.ring}, this model is prepared for "
                 f"{ours.ulysses.size} x {ours.ring.size}: shard it with this model's handle."
             )
-        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        if any(kwargs.get(name) is not None for name in CACHES) or kwargs.get("use_cache"):
             raise BatchError(
                 "A KV cache cannot be used with a sharded sequence: pass use_cache=False and no past_key_values; to "
                 "generate, use `with handle.bypass():`."
@@ -135,6 +135,7 @@ class Forward:
             )
         if applied.parts.checkpointing and applied.model.training:
             raise ModelError(GRADIENT_CHECKPOINTING)
+        _check_ids(applied.model.get_input_embeddings(), kwargs.get("input_ids"))
         labels, output = kwargs.pop("shift_labels", None), kwargs.pop(OUTPUT, "loss")
         if labels is None and (output != "loss" or not applied.logits):
             raise BatchError(
@@ -143,6 +144,17 @@ class Forward:
             )
         names = (frozenset(kwargs) | frozenset(shard.passed)) - _MEANT_FOR_ATTENTION
         return ForwardCall(applied, shard, names, labels, output)
+
+
+def _check_ids(embedding: Any, ids: Tensor | None) -> None:
+    """Refuse tokens that the model does not know, where reading them costs nothing: while they are on the host."""
+    size = getattr(embedding, "num_embeddings", None)
+    if ids is None or size is None or ids.device.type != "cpu":
+        return
+    smallest, largest = (int(edge) for edge in ids.aminmax())
+    if smallest < 0 or largest >= size:
+        wrong = smallest if smallest < 0 else largest
+        raise BatchError(f"input_ids holds token {wrong}; the model knows 0 to {size - 1}. Is it another tokenizer's?")
 
 
 _MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})

@@ -1,0 +1,40 @@
+"""Results of communication that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Pending(Generic[T]):
+    """Something that other ranks are sending; work done before `wait` overlaps with it.
+
+    Args:
+        requests: what torch.distributed returned; each is awaited once.
+        finish: makes the result of what has arrived, when it is asked for.
+        held: what must live until then, such as the buffer being sent.
+    """
+
+    def __init__(self, requests: Sequence[Any], finish: Callable[[], T], held: Any = None) -> None:
+        self._requests, self._finish, self._held = list(requests), finish, held
+
+    def wait(self) -> T:
+        """Return the result once it is here; on a GPU the host goes on and the current stream waits."""
+        for request in self._requests:
+            request.wait()
+        self._requests.clear()
+        result = self._finish()
+        self._held = None
+        return result
+
+    def then(self, function: Callable[[T], R]) -> Pending[R]:
+        """Return what `function` will make of the result."""
+        return Pending([], lambda: function(self.wait()))
+
+
+def together(parts: Sequence[Pending[T]], join: Callable[[list[T]], R]) -> Pending[R]:
+    """Return what `join` will make of several results."""
+    return Pending([], lambda: join([part.wait() for part in parts]))
