@@ -65,7 +65,7 @@ def prepare(
     Cost: a probe of five forward passes on 5 tokens (eight for layers with experts), and the process groups.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
-    settings += (sequence_parallel_in_eval, memory)
+    settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh))
     _check_choices(memory, grad_reduction)
     parts = Parts.of(model)
     earlier: Applied | None = getattr(parts.model, "_longspan_applied", None)
