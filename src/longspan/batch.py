@@ -123,7 +123,7 @@ def shard_batch(
         rows=rows,
         max_position=documents.max_position,
         targets=0 if labels is None else _count(labels),
-        num_items=num_items,
+        num_items=_checked_items(num_items),
         lengths=documents.lengths,
         tile_tokens=tile_tokens,
         passed=tuple(passed),
@@ -222,6 +222,15 @@ def _shifted_labels(batch: Mapping[str, Any], documents: Documents, rows: int, l
         rows_at, tokens_at = documents.last_tokens()
         shifted[rows_at.to(labels.device), tokens_at.to(labels.device)] = IGNORE_INDEX
     return shifted
+
+
+def _checked_items(items: Any) -> int | Tensor | None:
+    whole = isinstance(items, int) and not isinstance(items, bool) and items >= 0
+    if isinstance(items, Tensor):
+        whole = items.dim() == 0 and not items.dtype.is_floating_point and items.dtype != torch.bool
+    if items is not None and not whole:
+        raise BatchError(f"num_items counts targets: a whole number >= 0 or a 0-d integer tensor, got {items!r}.")
+    return items
 
 
 def _count(labels: Tensor) -> int | Tensor:

@@ -123,6 +123,12 @@ def _host_ranks(host: DeviceMesh, size: int) -> torch.Tensor:
     found = [name for name in names if name in ("sp", "cp")]
     if len(found) != 1:
         raise TopologyError(f"The mesh needs exactly one axis named 'sp' or 'cp', it has {list(names)}.")
+    whole = host._get_root_mesh() if hasattr(host, "_get_root_mesh") else host
+    if whole.mesh.numel() > host.mesh.numel():
+        raise TopologyError(
+            f"The mesh {list(names)} is a part of a mesh {list(whole.mesh_dim_names or ())}: pass the whole one, so "
+            "that longspan knows which processes hold other batches."
+        )
     axis = names.index(found[0])
     if host.mesh.shape[axis] != size:
         raise TopologyError(

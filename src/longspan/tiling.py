@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -79,9 +80,10 @@ class Ambient:
 
     def reseeded(self, number: int) -> Ambient:
         """Return the same surroundings with generators of their own, seeded from these and a number."""
-        source = torch.Generator()
-        source.set_state(self.rng[0])
-        seed = int(torch.randint(1 << 62, (number + 1,), generator=source)[number])
+        digest = hashlib.blake2b(number.to_bytes(8, "big"), digest_size=7)
+        for state in self.rng:  # all of them: a GPU's draws do not move the CPU's generator
+            digest.update(state.cpu().numpy().tobytes())
+        seed = int.from_bytes(digest.digest(), "big")
         devices = ["cpu"] if len(self.rng) == 1 else ["cpu", self.device]
         return replace(self, rng=tuple(torch.Generator(d).manual_seed(seed).get_state() for d in devices))
 

@@ -15,6 +15,7 @@ import longspan
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, TopologyError
 from longspan.stream.keep import Keep, Memory
+from longspan.train.checkpoint import full_state
 
 pytestmark = pytest.mark.dist
 
@@ -150,6 +151,29 @@ def test_one_step_equals_one_process(run_ranks: Any, engine: str, world: int, si
     assert expected[1] > MAX_NORM  # so that clipping is part of the test
     for found in run_ranks(world, train_one_step, engine, size, tied):
         check(found, expected, TOLERANCE)
+
+
+def gathered_state(tied: bool) -> dict[str, Tensor]:
+    """Shard a model, gather it on rank 0, and then do what only works if every rank made the same collectives."""
+    model = build(tied)
+    handle = longspan.prepare(model, 2)
+    build_engine("fsdp2", dist.get_world_size()).wrap(model, handle)
+    state = full_state(model, keep=dist.get_rank() == 0)
+    if tied and state:
+        assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
+    alike = torch.full((), 3.0)
+    dist.all_reduce(alike)
+    assert alike.item() == 6.0
+    return state
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_process_gathers_what_all_of_them_shard(run_ranks: Any, tied: bool) -> None:
+    first, second = run_ranks(2, gathered_state, tied, timeout_s=30)
+    assert second == {}
+    expected = build(tied).state_dict()
+    assert first.keys() == expected.keys()
+    assert all(torch.equal(first[name], value) for name, value in expected.items())
 
 
 def gradient_after_each_micro_batch(engine_name: str) -> list[float | None]:

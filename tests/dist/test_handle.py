@@ -488,6 +488,19 @@ def test_impossible_topologies_are_refused(run_ranks: RunRanks) -> None:
     assert all(len(each) == 8 for each in told)
 
 
+def on_a_slice() -> str:
+    """Prepare on the sequence axis cut out of the host's mesh, which does not tell who holds other batches."""
+    host = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    with pytest.raises(TopologyError) as told:
+        longspan.prepare(build("llama"), 2, mesh=host["sp"])
+    return str(told.value)
+
+
+def test_a_slice_of_the_hosts_mesh_is_refused(run_ranks: RunRanks) -> None:
+    for told in run_ranks(4, on_a_slice):
+        assert "is a part of a mesh ['dp', 'sp']: pass the whole one" in told
+
+
 def outside_the_mesh() -> str:
     """Prepare on a mesh of two of three processes."""
     host = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "sp"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.stream.function import Gradients, StreamedLayer
 from longspan.stream.keep import Keep, Memory
 from longspan.stream.prefix import Prefix
+from longspan.tiling import Ambient
 
 pytestmark = pytest.mark.dist
 
@@ -164,11 +165,13 @@ def test_a_mistake_is_seen(run_ranks: RunRanks, mistake: str) -> None:
     assert not exact(results)
 
 
-def dropout_case(tile: int, keep: Keep) -> tuple[float, float]:
+def dropout_case(
+    tile: int, keep: Keep, noise: Callable[[], torch.nn.Module] = lambda: torch.nn.Dropout(0.3)
+) -> tuple[float, float]:
     """Return a directional derivative by finite differences and by backward, with dropout inside the layers."""
     model = build("llama")
     for layer in model.model.layers:
-        layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj, torch.nn.Dropout(0.3))
+        layer.mlp.down_proj = torch.nn.Sequential(layer.mlp.down_proj, noise())
         layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, torch.nn.Dropout(0.2))
     handle = longspan.prepare(model, 1, memory=Memory(tile, keep))
     part = handle.shard(RAGGED.batch())
@@ -240,6 +243,74 @@ def test_silent_failures(run_ranks: RunRanks) -> None:
     run_ranks(1, silent_failures)
 
 
+class _Noisy(torch.nn.Module):
+    """Draws random numbers without being called a dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.3, self.training)
+
+
+def noisy_case() -> None:
+    """Noise that no module is named after is replayed in eager tiles, and refused in compiled ones."""
+    numeric, slope = dropout_case(5, Keep.X_O, noise=_Noisy)
+    assert slope == pytest.approx(numeric, rel=1e-6)
+    model = build("llama")
+    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(model.model.layers[0].mlp.down_proj, _Noisy())
+    handle = longspan.prepare(model, 1, memory=Memory(4, Keep.X_O, "eager"))
+    with pytest.raises(ModelError, match="draws random numbers"):
+        model(**handle.shard(PACKED.batch()))
+
+
+def test_noise_without_a_name_is_replayed(run_ranks: RunRanks) -> None:
+    run_ranks(1, noisy_case)
+
+
+def autocast_case(keep: Keep, backend: str | None) -> float:
+    """Return how far gradients under autocast are from those of layers that keep their graph."""
+    found = []
+    for memory in ("auto", Memory(8, keep, backend)):
+        model = build("llama", torch.float32)
+        handle = longspan.prepare(model, 1, memory=memory)  # type: ignore[arg-type]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**handle.shard(Rows([[40]]).batch())).loss
+        loss.backward()
+        found.append(torch.cat([g.flatten() for g in gradients(model).values()]))
+    return float((found[0] - found[1]).norm() / found[0].norm())
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("keep", [Keep.X_O_KV, Keep.X_O, Keep.X])
+def test_autocast_is_kept(run_ranks: RunRanks, keep: Keep, backend: str | None) -> None:
+    assert run_ranks(1, autocast_case, keep, backend)[0] < 0.02
+
+
+def edited_case() -> None:
+    """What is written to hidden states between layers that are rebuilt would be lost."""
+    model = build("llama")
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out.mul_(1.5))
+    handle = longspan.prepare(model, 1, memory=Memory(8, (Keep.X_O, Keep.NONE)))
+    with pytest.raises(ModelError, match="not given what the layer before it returned"):
+        model(**handle.shard(PACKED.batch()))
+
+
+def test_edits_between_rebuilt_layers_are_refused(run_ranks: RunRanks) -> None:
+    run_ranks(1, edited_case)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("keep", [Keep.X_O, Keep.GRAPH])
+def test_arguments_meant_for_attention_are_refused(run_ranks: RunRanks, keep: Keep, backend: str | None) -> None:
+    if keep is not Keep.GRAPH or backend is not None:
+        run_ranks(1, softcap_case, keep, backend)
+
+
+def softcap_case(keep: Keep, backend: str | None) -> None:
+    model = build("llama")
+    handle = longspan.prepare(model, 1, memory=Memory(41, keep, backend))
+    with pytest.raises(ModelError, match="softcap"):
+        model(**handle.shard(PACKED.batch()), softcap=50.0)
+
+
 def outer_checkpoint() -> int:
     """Count the attention outputs that stay alive when a checkpoint surrounds the streamed layers."""
     from torch.utils.checkpoint import checkpoint
@@ -259,6 +330,29 @@ def outer_checkpoint() -> int:
 
 def test_an_outer_checkpoint_is_exact(run_ranks: RunRanks) -> None:
     assert run_ranks(1, outer_checkpoint) == [0]
+
+
+def test_decisions_may_be_named_and_are_checked() -> None:
+    assert Memory(4, "x+O") == Memory(4, Keep.X_O)  # type: ignore[arg-type]
+    assert Memory(4, ["x", "none"]).keep == (Keep.X, Keep.NONE)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="nonsense"):
+        Memory(4, "nonsense")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no effect"):
+        Memory(4)
+    with pytest.raises(ConfigError, match="compile needs tile_tokens"):
+        Memory(None, Keep.X_O, "eager")
+    with pytest.raises(ConfigError, match="3 decisions, the model has 2 layers"):
+        longspan.prepare(build("llama"), 1, memory=Memory(4, (Keep.X, Keep.NONE, Keep.NONE)))
+
+
+def test_fresh_generators_follow_every_generator() -> None:
+    states = [torch.zeros(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]
+    seeds = set()
+    for state in states:
+        ambient = Ambient(torch.device("cpu"), None, (torch.get_rng_state(),)).reseeded(1)
+        other = Ambient(torch.device("cpu"), None, (torch.get_rng_state() ^ state[:1],)).reseeded(1)
+        seeds |= {bytes(ambient.rng[0].numpy()), bytes(other.rng[0].numpy())}
+    assert len(seeds) == 2
 
 
 def test_a_segment_needs_a_start() -> None:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 
-from longspan.cli import main
+from longspan.cli import launch, main
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -153,6 +155,47 @@ def test_a_run_on_one_process(tmp_path: Path) -> None:
     assert code == 0, err
     assert json.loads(out) == {"output_dir": str(tmp_path / "out"), "steps": 2}
     assert "step 2/2" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rel"),
+    [
+        (("--compute-dtype", "bfloat16"), 1e-2),
+        (("--engine", "ddp"), 1e-6),
+        (("--engine", "fsdp2"), 1e-6),
+    ],
+)
+def test_one_process_runs_with_any_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], rel: float
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that what the run sets is undone
+        monkeypatch.delenv(name)
+    file = run_file(tmp_path, max_steps=3)
+    assert longspan("train", file, "--output-dir", tmp_path / "single")[0] == 0
+    code, out, err = longspan("train", file, "--nproc", "1", *arguments)
+    assert code == 0, err
+    assert out.splitlines()[-1] == f"output_dir: {tmp_path / 'out'}"
+    assert not dist.is_initialized()
+    assert curve(tmp_path / "out") == pytest.approx(curve(tmp_path / "single"), rel=rel)
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("out", "single")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(value.dtype == torch.float32 for value in weights[0].values())
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "speaks"), [(0, 0, True), (2, 0, True), (3, 1, False)])
+def test_under_torchrun_the_first_process_of_each_host_tells_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, speaks: bool
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(launch, "_PATIENCE_S", 0.0)
+    done = longspan("train", run_file(tmp_path), "--data-files", tmp_path / "none*.txt")
+    if speaks:
+        expect_error(done, 2, "data.files", "matches no file")
+    else:
+        assert done == (2, "", "")
+    check_nothing_written(tmp_path)
 
 
 def curve(folder: Path) -> list[float]:

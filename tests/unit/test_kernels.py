@@ -73,6 +73,14 @@ def test_lower_precision_stays_near_its_rounding(kernel: str, dtype: torch.dtype
         assert max(worst.values()) <= bound, worst
 
 
+def test_the_reference_is_as_exact_under_autocast() -> None:
+    for name in ("causal, grouped, 63 tokens", "packed, more keys"):
+        with torch.autocast("cpu", torch.bfloat16):
+            for dtype, bound in ((torch.float64, EXACT), (torch.float32, 2e-6)):
+                found = errors(Reference(), CASES[name], dtype)
+                assert max(found.values()) <= bound, (name, dtype, found)
+
+
 class Mutant:
     """A kernel with one defect, to show that the comparison sees it."""
 

@@ -317,7 +317,7 @@ def test_fields_of_the_batch_may_not_smuggle_arguments(handle: Any) -> None:
 
 @pytest.mark.parametrize("argument", [{"sliding_window": 4}, {"softcap": 20.0}, {"s_aux": torch.zeros(4)}])
 def test_arguments_that_attention_would_heed_are_refused(handle: Any, argument: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=f"asks attention for {next(iter(argument))}="):
+    with pytest.raises(ModelError, match=f"called with {next(iter(argument))}=.* for its attention"):
         handle.model(**handle.shard(batch()), **argument)
 
 
@@ -326,7 +326,13 @@ def test_tokens_that_the_model_does_not_know_are_named(handle: Any, token: int) 
     ids = torch.arange(1, 13)[None]
     ids[0, 5] = token
     with pytest.raises(BatchError, match=f"input_ids holds token {token}; the model knows 0 to 31"):
-        handle.model(**handle.shard(batch(input_ids=ids)))
+        handle.shard(batch(input_ids=ids))  # before any rank enters a collective
+
+
+@pytest.mark.parametrize("items", [12345.0, -5, True, "23", torch.tensor([3, 4]), torch.tensor(2.5)])
+def test_targets_are_counted_in_whole_numbers(handle: Any, items: Any) -> None:
+    with pytest.raises(BatchError, match="num_items counts targets"):
+        handle.shard(batch(), num_items=items)
 
 
 def test_logits_to_keep_are_refused(handle: Any) -> None:

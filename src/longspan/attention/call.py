@@ -16,7 +16,8 @@ _HARMLESS = frozenset({"position_ids", "use_cache", "num_items_in_batch"})
 
 @dataclass(frozen=True)
 class Request:
-    """One attention call of a layer: q [B, H, S, D], k [B, K, S, D], v [B, K, S, Dv] after RoPE."""
+    """One attention call of a layer: q [B, H, S, D], k [B, K, S, D], v [B, K, S, Dv] after RoPE, cast already where
+    autocast is on: who answers the call may do so later, outside of it."""
 
     module: nn.Module
     q: Tensor
@@ -32,7 +33,7 @@ class Request:
         return type(self.module).__name__ + ("" if index is None else f" of layer {index}")
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv], in autocast's dtype where it is on."""
+        """Return q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv]."""
         q, (k, v) = self.query(), self.keys()
         if not q.dtype == k.dtype == v.dtype:
             raise ModelError(f"{self.layer} hands attention q, k, v of {q.dtype}, {k.dtype}, {v.dtype}.")
@@ -40,11 +41,11 @@ class Request:
 
     def query(self) -> Tensor:
         """Return q alone."""
-        return _cast(self.q.transpose(1, 2))
+        return self.q.transpose(1, 2)
 
     def keys(self) -> tuple[Tensor, Tensor]:
         """Return k and v."""
-        return _cast(self.k.transpose(1, 2)), _cast(self.v.transpose(1, 2))
+        return self.k.transpose(1, 2), self.v.transpose(1, 2)
 
     def refuse_unknown(self, handed_through: frozenset[str]) -> None:
         """Raise if the layer asks for something that would change the result and is not supported.
@@ -62,7 +63,7 @@ class Request:
             )
 
 
-def _cast(t: Tensor) -> Tensor:
+def autocast(t: Tensor) -> Tensor:
     """Cast to autocast's dtype where it is on, as the attention functions of torch do."""
     device = t.device.type
     return t.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else t

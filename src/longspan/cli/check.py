@@ -167,7 +167,3 @@ def _figure(case: dict[str, Any], name: str) -> str:
     value, own = case[name], case.get(f"baseline_{name}")
     shown = "nan" if value is None else str(value) if isinstance(value, int) else f"{value:.1e}"
     return shown if own is None else f"{shown} ({own:.1e})"
-
-
-if __name__ == "__main__":
-    typer.run(check)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from longspan.cli import failures
 from longspan.config import RunConfig
+from longspan.engines import build_engine
 from longspan.errors import ConfigError, LongspanError, TrainingError
 from longspan.train.data import Corpus
 from longspan.train.loop import train
@@ -59,8 +63,7 @@ def start(config: RunConfig, processes: int, stream: TextIO) -> None:
     corpus, report = preflight(config, processes)
     print(f"data: {report}", file=stream, flush=True)
     if processes == 1:
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        train(config, corpus, device, _progress(config, stream))
+        _train_alone(config, corpus, stream)
         return
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         path = str(Path(folder) / "corpus.safetensors")
@@ -72,13 +75,14 @@ def start(config: RunConfig, processes: int, stream: TextIO) -> None:
 def join(config: RunConfig, to_stderr: bool) -> bool:
     """Run as one of torchrun's processes; return whether this is the first of them.
 
-    An error in the settings or the data is the same everywhere and raised on rank 0 alone; the others exit silently.
+    An error in the settings or the data is the same on a whole host, but not on all hosts: the first process of each
+    host raises it; the others exit silently.
     """
     rank = int(os.environ["RANK"])
     try:
         corpus, report = preflight(config, int(os.environ["WORLD_SIZE"]))
     except LongspanError:
-        if rank == 0:
+        if int(os.environ["LOCAL_RANK"]) == 0:
             raise
         time.sleep(_PATIENCE_S)  # torchrun ends all processes with the first; let that be the one that speaks
         sys.exit(2)
@@ -140,10 +144,37 @@ def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
-    try:
+    with _process_group(device):
         train(config, corpus, device, _progress(config, stream) if rank == 0 else None)
+
+
+def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:
+    """Train in this process, in a group of its own if the engine needs one."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
+    if build_engine(config.engine, 1, compute_dtype).name == "single":
+        train(config, corpus, device, _progress(config, stream))
+        return
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:  # a group of one talks to nobody, so its sockets need not face the network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    with (
+        tempfile.TemporaryDirectory(prefix="longspan-") as folder,
+        _process_group(device, init_method=f"file://{folder}/store", rank=0, world_size=1),
+    ):
+        train(config, corpus, device, _progress(config, stream))
+
+
+@contextmanager
+def _process_group(device: torch.device, **rendezvous: Any) -> Iterator[None]:
+    """Be part of the default process group; without a rendezvous, of the one that the environment names."""
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, **rendezvous
+    )
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,12 @@ class Reference:
         rows, queries, heads = q.shape[:3]
         out = q.new_empty(rows, queries, heads, v.shape[-1])  # [B, Sq, H, Dv]
         lse = q.new_empty(rows, heads, queries, dtype=wide(q.dtype))  # [B, H, Sq]
-        for at, keys in segments(block, queries, k.shape[1]):
-            scores = _scores(q[:, at], k[:, keys], block.causal, scale)  # [B, K, G, Sq, Sk]
-            mixed = torch.einsum("bkgqs,bskd->bqkgd", scores.softmax(-1), v[:, keys].to(scores.dtype))
-            out[:, at] = mixed.flatten(2, 3)
-            lse[:, :, at] = scores.logsumexp(-1).flatten(1, 2)
+        with _without_autocast(q.device):
+            for at, keys in segments(block, queries, k.shape[1]):
+                scores = _scores(q[:, at], k[:, keys], block.causal, scale)  # [B, K, G, Sq, Sk]
+                mixed = torch.einsum("bkgqs,bskd->bqkgd", scores.softmax(-1), v[:, keys].to(scores.dtype))
+                out[:, at] = mixed.flatten(2, 3)
+                lse[:, :, at] = scores.logsumexp(-1).flatten(1, 2)
         return out, lse
 
     def backward(
@@ -49,17 +52,25 @@ class Reference:
         check(self, q, k, v, block)
         dtype, kv_heads = wide(q.dtype), k.shape[2]
         dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
-        for at, keys in segments(block, q.shape[1], k.shape[1]):
-            scores = _scores(q[:, at], k[:, keys], block.causal, scale)  # [B, K, G, Sq, Sk]
-            weights = torch.exp(scores - lse[:, :, at].unflatten(1, (kv_heads, -1)).unsqueeze(-1))
-            grad, kept, queries = (x[:, at].to(dtype).unflatten(2, (kv_heads, -1)) for x in (dout, out, q))
-            delta = (grad * kept).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)  # [B, K, G, Sq, 1]
-            dscores = torch.einsum("bqkgd,bskd->bkgqs", grad, v[:, keys].to(dtype)) - delta
-            dscores = dscores * weights * scale
-            dq[:, at] = torch.einsum("bkgqs,bskd->bqkgd", dscores, k[:, keys].to(dtype)).flatten(2, 3)
-            dk[:, keys] = torch.einsum("bkgqs,bqkgd->bskd", dscores, queries)
-            dv[:, keys] = torch.einsum("bkgqs,bqkgd->bskd", weights, grad)
+        with _without_autocast(q.device):
+            for at, keys in segments(block, q.shape[1], k.shape[1]):
+                scores = _scores(q[:, at], k[:, keys], block.causal, scale)  # [B, K, G, Sq, Sk]
+                weights = torch.exp(scores - lse[:, :, at].unflatten(1, (kv_heads, -1)).unsqueeze(-1))
+                grad, kept, queries = (x[:, at].to(dtype).unflatten(2, (kv_heads, -1)) for x in (dout, out, q))
+                delta = (grad * kept).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)  # [B, K, G, Sq, 1]
+                dscores = torch.einsum("bqkgd,bskd->bkgqs", grad, v[:, keys].to(dtype)) - delta
+                dscores = dscores * weights * scale
+                dq[:, at] = torch.einsum("bkgqs,bskd->bqkgd", dscores, k[:, keys].to(dtype)).flatten(2, 3)
+                dk[:, keys] = torch.einsum("bkgqs,bqkgd->bskd", dscores, queries)
+                dv[:, keys] = torch.einsum("bkgqs,bqkgd->bskd", weights, grad)
         return dq, dk, dv
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Keep autocast, where the device has it, from running the products in its own type."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from longspan.errors import ModelError
 
@@ -29,11 +30,6 @@ class Arguments:
     named: dict[str, Any]
     extra: dict[str, Any]
     context: str
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names that the layer hands on to its attention."""
-        return frozenset(self.extra)
 
     @classmethod
     def bind(
@@ -82,7 +78,7 @@ def _refuse(layer: str, name: str, value: Any, tokens: int) -> None:
         if value is not None:
             raise ModelError(f"{layer} is called with {name}, which cannot be divided into tiles.")
         return
-    for tensor in value if isinstance(value, tuple | list) else (value,):
+    for tensor in pytree.tree_leaves(value):
         if not isinstance(tensor, Tensor):
             continue
         if tensor.requires_grad:

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from longspan.attention.call import Request
+from longspan.errors import ModelError
 from longspan.stream.calls import Answer
 from longspan.stream.graph import DifferentiableHalves
 from longspan.stream.halves import Halves
@@ -53,6 +54,7 @@ class Compiler:
         """
         if key not in self.graphs:
             traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+            _refuse_random(traced)
             traced.graph.eliminate_dead_code()
             traced.recompile()
             compiled = torch.compile(traced, backend=self.backend, fullgraph=True, dynamic=False)
@@ -225,10 +227,26 @@ class Slots:
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's plain settings; its index in the model makes no difference to what it computes."""
+    """Return a module's settings and hooks; its index in the model makes no difference to what it computes."""
     simple = (bool, int, float, str, type(None))
     items = [(k, v) for k, v in vars(module).items() if isinstance(v, simple) and k != "layer_idx"]
-    return tuple(sorted(items, key=lambda item: item[0]))
+    nested = [(k, repr(v)) for k, v in vars(module).items() if isinstance(v, dict | list | tuple | set) and k[0] != "_"]
+    hooks = [("hook", id(hook)) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
+    return (*sorted(items, key=lambda item: item[0]), *sorted(nested), *hooks)
+
+
+def _refuse_random(traced: torch.fx.GraphModule) -> None:
+    """Raise if a traced half draws random numbers: run again, it would draw others.
+
+    Raises:
+        ModelError: it does.
+    """
+    for node in traced.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ModelError(
+                f"A layer draws random numbers ({node.target}), which compiled tiles cannot draw again: switch its "
+                "dropout or noise off, or leave `compile` out of the memory settings."
+            )
 
 
 def _split(tensors: Sequence[Tensor], own: int, passed: int) -> tuple[Sequence[Tensor], ...]:

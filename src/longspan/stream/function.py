@@ -29,24 +29,26 @@ class LayerRun:
 
     Args:
         halves: the layer's code before and after its attention.
-        draws: whether something in the layer draws random numbers; each tile then replays its own.
+        draws: whether something in the layer may draw random numbers; each tile then replays its own.
+        names: what the caller of the model passed, and layers only hand on.
     """
 
     halves: Halves
     arguments: Arguments
     tiles: tuple[Piece, ...]
     draws: bool
+    names: frozenset[str]
     ambients: dict[int, Ambient] = field(default_factory=dict)
 
     def through(self, index: int, x: Tensor, answer: Answer) -> Tensor:
         """Run a tile x [B, t, d] in one go, with attention answered on the way -> [B, t, d]."""
         with self._ambient(index, x.device):
-            return self.halves.through(x, self._kwargs(index), self.arguments.names, answer)
+            return self.halves.through(x, self._kwargs(index), self.names, answer)
 
     def before(self, index: int, x: Tensor, wanted: str = "qkv") -> Request:
         """Run a tile up to its attention call; of q, k and v at least those `wanted` are in it."""
         with self._ambient(index, x.device):
-            return self.halves.before(x, self._kwargs(index), self.arguments.names, wanted)
+            return self.halves.before(x, self._kwargs(index), self.names, wanted)
 
     def after(self, index: int, x: Tensor, out: Tensor) -> tuple[Tensor, Request | None]:
         """Run a tile with its attention output [B, t, H, Dv] known -> [B, t, d], and the call if it was recorded."""
@@ -67,7 +69,7 @@ class LayerRun:
     def differentiate_before(self, index: int, x: Tensor, dqkv: Sequence[Tensor], need_x: bool) -> Any:
         """See `CompiledHalves.differentiate_before`."""
         with self._ambient(index, x.device):
-            return self._compiled.differentiate_before(x, self._kwargs(index), dqkv, need_x, self.arguments.names)
+            return self._compiled.differentiate_before(x, self._kwargs(index), dqkv, need_x, self.names)
 
     @property
     def splits(self) -> bool:

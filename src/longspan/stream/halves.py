@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class Halves:
     def __init__(self, layer: nn.Module, forward: Callable[..., Any], hidden_name: str, context: str) -> None:
         self.layer, self.hidden_name, self.context = layer, hidden_name, context
         bound = isinstance(forward, types.MethodType) and forward.__self__ is layer
-        self.code: Callable[..., Any] = forward.__func__ if bound else _without_layer(forward)
+        self.code: Callable[..., Any] = forward.__func__ if bound else _OnInstance(forward)
 
     def through(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer) -> Tensor:
         """Run the layer on a tile in one go, with `answer` computing its attention."""
@@ -66,6 +67,11 @@ def _run(code: Callable[..., Any], layer: nn.Module, kwargs: dict[str, Any]) -> 
     return out
 
 
-def _without_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a forward that was set on the instance the shape of a class's function."""
-    return lambda layer, **kwargs: forward(**kwargs)
+@dataclass
+class _OnInstance:
+    """A forward that was set on the instance, in the shape of a class's function; a deep copy has its own."""
+
+    forward: Callable[..., Any]
+
+    def __call__(self, layer: nn.Module, **kwargs: Any) -> Any:
+        return self.forward(**kwargs)

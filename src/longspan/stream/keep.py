@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from longspan.errors import ConfigError
 
@@ -51,8 +52,13 @@ class Memory:
         return self.keep[layer] if layer < len(self.keep) else Keep.GRAPH
 
     def __post_init__(self) -> None:
-        if self.tile_tokens is not None and self.tile_tokens < 1:
+        object.__setattr__(self, "keep", _decisions(self.keep))
+        if self.tile_tokens is not None and (not isinstance(self.tile_tokens, int) or self.tile_tokens < 1):
             raise ConfigError(f"tile_tokens must be at least 1, got {self.tile_tokens}.")
+        if self.tile_tokens is None and self.compile is not None:
+            raise ConfigError("compile needs tile_tokens: code is compiled for tiles of that size.")
+        if self.tile_tokens is not None and not self.streams:
+            raise ConfigError(f"tile_tokens={self.tile_tokens} has no effect on layers that keep their graph.")
         before = Keep.GRAPH
         for layer, keep in enumerate((self.keep,) if isinstance(self.keep, Keep) else self.keep):
             if keep is Keep.NONE and before is Keep.GRAPH:
@@ -65,4 +71,22 @@ class Memory:
     @property
     def streams(self) -> bool:
         """Whether some layer does not simply run as it is."""
-        return self.keep != Keep.GRAPH or self.compile is not None
+        graph = (self.keep,) if isinstance(self.keep, Keep) else self.keep
+        return self.compile is not None or any(keep is not Keep.GRAPH for keep in graph)
+
+    def check_layers(self, count: int) -> None:
+        """Raise unless there is a decision for each of the model's layers.
+
+        Raises:
+            ConfigError: there are more or fewer.
+        """
+        if not isinstance(self.keep, Keep) and len(self.keep) != count:
+            raise ConfigError(f"keep lists {len(self.keep)} decisions, the model has {count} layers.")
+
+
+def _decisions(keep: Any) -> Keep | tuple[Keep, ...]:
+    """Read decisions that may be given by name."""
+    try:
+        return tuple(Keep(k) for k in keep) if isinstance(keep, tuple | list) else Keep(keep)
+    except ValueError:
+        raise ConfigError(f"keep must be one of {', '.join(Keep)}, or one of them per layer, got {keep!r}.") from None

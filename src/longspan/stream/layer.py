@@ -30,6 +30,7 @@ class StreamedCall(Protocol):
     memory: Memory
     compiler: Compiler | None
     segment: Segment | None
+    names: frozenset[str]
 
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence."""
@@ -53,7 +54,7 @@ class Streamed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Any = kwargs.get(self.context)
         memory: Memory | None = getattr(call, "memory", None)
-        if memory is None or (memory.of(self.index) is Keep.GRAPH and (call.compiler is None or self._draws())):
+        if memory is None or (memory.of(self.index) is Keep.GRAPH and not self._compiles(call)):
             return self.original(*args, **kwargs)
         for name, module in self.layer.named_modules():
             if module is not self.layer and type(module).__name__.startswith("FSDP"):
@@ -65,7 +66,11 @@ class Streamed:
         keep = memory.of(self.index)
         if keep is Keep.GRAPH:
             return self._compiled(call, x, arguments)
-        run = LayerRun(self._halves(call), arguments, call.shard.tiles.local, self._draws())
+        halves = self.halves
+        if self._compiles(call):
+            halves = CompiledHalves(self.halves, call.compiler, memory.tile_tokens or 0)
+        draws = self.layer.training and halves is self.halves  # compiled code is seen to draw nothing
+        run = LayerRun(halves, arguments, call.shard.tiles.local, draws, call.names)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         opens = keep is not Keep.NONE and memory.of(self.index + 1) is Keep.NONE
         layer_pass = Pass(self.layer, self._mixing(run, call), keep, opens, call)
@@ -75,20 +80,20 @@ class Streamed:
         """Run the layer in one tile, its halves compiled, on autograd's own graph."""
         assert call.compiler is not None
         kwargs = arguments.tile(0, x.shape[1])
-        return call.compiler.differentiable.through(self.halves, x, kwargs, arguments.names, call.attention)
+        return call.compiler.differentiable.through(self.halves, x, kwargs, call.names, call.attention)
 
-    def _halves(self, call: StreamedCall) -> Halves:
-        if call.compiler is None or self._draws():
-            return self.halves
-        return CompiledHalves(self.halves, call.compiler, len(call.shard.tiles.local[0]))
+    def _compiles(self, call: StreamedCall) -> bool:
+        """Whether the layer's code is compiled in this pass: for full tiles, and not where dropout is at work."""
+        if call.compiler is None or call.shard.layout.shard_tokens < (call.memory.tile_tokens or 0):
+            return False
+        if call.memory.of(self.index) is Keep.GRAPH and call.shard.layout.shard_tokens != call.memory.tile_tokens:
+            return False
+        return not (
+            self.layer.training
+            and any(getattr(m, "p", 0) and "Dropout" in type(m).__name__ for m in self.layer.modules())
+        )
 
     def _mixing(self, run: LayerRun, call: StreamedCall) -> Mixing:
         if call.shard.layout.ring == 1:
             return PrefixMixing(run, call.attend, call.shard.tiles, call.shard.layout.length)
         return WholeMixing(run, call.attend, call.shard.schedule)
-
-    def _draws(self) -> bool:
-        """Whether a module of the layer may draw random numbers in this pass."""
-        return self.layer.training and any(
-            getattr(m, "p", 0) for m in self.layer.modules() if "Dropout" in type(m).__name__
-        )

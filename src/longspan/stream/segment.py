@@ -38,17 +38,17 @@ class Segment:
 
     first: State | None
     members: list[tuple[nn.Module, Mixing]] = field(default_factory=list)
-    end: int = 0
+    end: tuple[int, int] = (0, 0)
     states: dict[int, State] = field(default_factory=dict)
 
     def follows(self, x: Tensor) -> bool:
-        """Whether these hidden states are what the last member returned."""
-        return x.data_ptr() == self.end
+        """Whether these hidden states are what the last member returned, unchanged since."""
+        return _identity(x) == self.end
 
     def add(self, layer: nn.Module, mixing: Mixing, y: Tensor) -> int:
         """Append a layer that returned y; return its position."""
         self.members.append((layer, mixing))
-        self.end = y.data_ptr()
+        self.end = _identity(y)
         return len(self.members) - 1
 
     def take(self, position: int) -> State:
@@ -80,6 +80,11 @@ class Segment:
                         self.states[position] = State(x, mixing.forward(x, y, Keep.X_O), Keep.X_O)
                 if y is not None:
                     x = y
+
+
+def _identity(t: Tensor) -> tuple[int, int]:
+    """Return where a tensor lies, and how often it was written to."""
+    return t.data_ptr(), t._version
 
 
 @contextmanager

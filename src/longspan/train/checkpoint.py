@@ -47,14 +47,14 @@ def full_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     Cost: one all-gather per sharded parameter; only one parameter at a time is whole on the device.
     """
     state: dict[str, Tensor] = {}
-    gathered: dict[int, Tensor] = {}  # tied names share a tensor, and stay sharing it
+    gathered: dict[int, Tensor | None] = {}  # tied names share a tensor, gathered once on every rank
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in gathered:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if not keep:
-                continue
-            gathered[id(value)] = whole.detach().cpu()
-        state[name] = gathered[id(value)]
+            gathered[id(value)] = whole.detach().cpu() if keep else None
+        kept = gathered[id(value)]
+        if kept is not None:
+            state[name] = kept
     return state
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import longspan
 from longspan.config import RunConfig
 from longspan.engines import Engine, build_engine
-from longspan.errors import TrainingError
+from longspan.errors import ConfigError, TrainingError
 from longspan.integrations.models import build_model, write_pretrained
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.mesh import Mesh
@@ -105,6 +105,7 @@ def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Train
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
     engine = build_engine(config.engine, world_size, compute_dtype)
+    check_memory(model, device)
     model.to(device).train()
     handle = longspan.prepare(
         model,
@@ -118,6 +119,24 @@ def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Train
     work = model_work(model, model.config.get_text_config())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     module = engine.wrap(model, handle)
     return Trainee(model, module, handle, engine, _optimizer(module, config), work, device)
+
+
+def check_memory(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model whose weights are more than a GPU has free; other devices are not asked.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    if device.type != "cuda":
+        return
+    moved = [t for t in itertools.chain(model.parameters(), model.buffers()) if t.device != device]
+    needed_bytes = sum(t.numel() * t.element_size() for t in moved)
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"The model's weights need {needed_bytes:,} bytes, but {device} has {free_bytes:,} bytes free, and each "
+            "process builds the whole model before any sharding. Free the GPU, or take a smaller model or model.dtype."
+        )
 
 
 def _optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

@@ -91,6 +91,7 @@ class Applied:
         Returns:
             Keyword arguments for the model. Pure and free of collectives.
         """
+        _check_ids(self.parts.embedding, batch.get("input_ids"))
         return shard_batch(
             batch,
             self.mesh,
@@ -210,6 +211,20 @@ class Applied:
             use_attention(self.model, self._plain_attention)
             del self.model._longspan_applied
         self._replaced.clear()
+
+
+def _check_ids(embedding: Any, ids: Any) -> None:
+    """Refuse tokens that the model does not know, where reading them costs nothing: while they are on the host.
+
+    The full batch is read, so all ranks that share it refuse it together.
+    """
+    size = getattr(embedding, "num_embeddings", None)
+    if not isinstance(ids, Tensor) or ids.numel() == 0 or size is None or ids.device.type != "cpu":
+        return
+    smallest, largest = (int(edge) for edge in ids.aminmax())
+    if smallest < 0 or largest >= size:
+        wrong = smallest if smallest < 0 else largest
+        raise BatchError(f"input_ids holds token {wrong}; the model knows 0 to {size - 1}. Is it another tokenizer's?")
 
 
 def _context(part: Mapping[str, Any] | Shard) -> Shard:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from longspan.attention.call import Call, Request
+from longspan.attention.call import Call, Request, autocast
 from longspan.batch import CONTEXT
 from longspan.errors import ModelError
 
@@ -27,7 +27,7 @@ def attention(
     dropout, causal = kwargs.pop("dropout", 0.0), kwargs.pop("is_causal", None)
     learned = isinstance(scaling, Tensor)
     scale = query.shape[-1] ** -0.5 if scaling is None or learned else float(scaling)
-    request = Request(module, query, key, value, scale, kwargs)
+    request = Request(module, autocast(query), autocast(key), autocast(value), scale, kwargs)
     if call is None:
         raise ModelError(
             f"{request.layer} called attention without the context of a sharded batch: this model does not hand "

@@ -127,6 +127,12 @@ class Forward:
             value = getattr(applied.model.config, name, None) if value is None else value
             if value is not None and value is not False:
                 raise BatchError(f"A prepared model cannot be called with {name}: {why}.")
+        for name in sorted(_MEANT_FOR_ATTENTION & set(kwargs)):
+            if kwargs[name] is not None:
+                raise ModelError(
+                    f"The model was called with {name}={kwargs[name]!r} for its attention, which longspan does not "
+                    "support yet; leaving it out would change the result."
+                )
         attention = applied.model.config._attn_implementation
         if attention != NAME:
             raise ModelError(
@@ -135,7 +141,6 @@ class Forward:
             )
         if applied.parts.checkpointing and applied.model.training:
             raise ModelError(GRADIENT_CHECKPOINTING)
-        _check_ids(applied.model.get_input_embeddings(), kwargs.get("input_ids"))
         labels, output = kwargs.pop("shift_labels", None), kwargs.pop(OUTPUT, "loss")
         if labels is None and (output != "loss" or not applied.logits):
             raise BatchError(
@@ -144,17 +149,6 @@ class Forward:
             )
         names = (frozenset(kwargs) | frozenset(shard.passed)) - _MEANT_FOR_ATTENTION
         return ForwardCall(applied, shard, names, labels, output)
-
-
-def _check_ids(embedding: Any, ids: Tensor | None) -> None:
-    """Refuse tokens that the model does not know, where reading them costs nothing: while they are on the host."""
-    size = getattr(embedding, "num_embeddings", None)
-    if ids is None or size is None or ids.device.type != "cpu":
-        return
-    smallest, largest = (int(edge) for edge in ids.aminmax())
-    if smallest < 0 or largest >= size:
-        wrong = smallest if smallest < 0 else largest
-        raise BatchError(f"input_ids holds token {wrong}; the model knows 0 to {size - 1}. Is it another tokenizer's?")
 
 
 _MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})

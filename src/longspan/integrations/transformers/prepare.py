@@ -72,6 +72,8 @@ def prepare(
     if earlier is not None:
         return _same(earlier, settings)
     _check_model(parts)
+    if memory != "auto":
+        memory.check_layers(len(parts.layers))
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
     degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
     axes = build_mesh(ranks, degrees, parts.device.type)
