@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,7 @@ class Shard:
         lengths: real tokens of each row, None when the batch came without padding.
         tile_tokens: tokens per tile in which this rank's layers run; None when they run whole.
         passed: names of the fields that were handed through as they came.
+        fingerprint: the same on ranks that were given the same batch.
     """
 
     mesh: Mesh
@@ -56,6 +58,7 @@ class Shard:
     lengths: tuple[int, ...] | None = None
     tile_tokens: int | None = None
     passed: tuple[str, ...] = ()
+    fingerprint: int = 0
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -102,8 +105,7 @@ def shard_batch(
     tokens = _tokens(batch)
     rows, length = tokens.shape[:2]
     documents = Documents.find(batch, rows, length)
-    interleaved = tile_tokens if mesh.ring.size == 1 and mesh.ulysses.size > 1 else None
-    layout = Layout(length, mesh.ring.size, mesh.ulysses.size, interleaved)
+    layout = _layout(length, mesh, tile_tokens)
     part: dict[str, Any] = {}
     passed = []
     labels = _shifted_labels(batch, documents, rows, length)
@@ -127,6 +129,7 @@ def shard_batch(
         lengths=documents.lengths,
         tile_tokens=tile_tokens,
         passed=tuple(passed),
+        fingerprint=_fingerprint(tokens, documents),
     )
     part["position_ids"] = documents.cut_positions(layout, mesh.sequence.rank).to(tokens.device)
     if labels is not None:
@@ -222,6 +225,20 @@ def _shifted_labels(batch: Mapping[str, Any], documents: Documents, rows: int, l
         rows_at, tokens_at = documents.last_tokens()
         shifted[rows_at.to(labels.device), tokens_at.to(labels.device)] = IGNORE_INDEX
     return shifted
+
+
+def _layout(tokens: int, mesh: Mesh, tile_tokens: int | None) -> Layout:
+    """Divide rows over a mesh; under Ulysses alone tiles are interleaved."""
+    interleaved = tile_tokens if mesh.ring.size == 1 and mesh.ulysses.size > 1 else None
+    return Layout(tokens, mesh.ring.size, mesh.ulysses.size, interleaved)
+
+
+def _fingerprint(tokens: Tensor, documents: Documents) -> int:
+    """Return a number that tells batches apart: by shape and documents, and by content where that is on the host."""
+    seen = zlib.crc32(repr((tuple(tokens.shape), documents.starts, documents.lengths)).encode())
+    if tokens.device.type == "cpu":
+        seen = zlib.crc32(tokens.detach().contiguous().view(torch.uint8).numpy().data, seen)
+    return seen
 
 
 def _checked_items(items: Any) -> int | Tensor | None:

@@ -488,6 +488,22 @@ def test_impossible_topologies_are_refused(run_ranks: RunRanks) -> None:
     assert all(len(each) == 8 for each in told)
 
 
+def unlike_batches(shapes_differ: bool) -> str:
+    """Give the two ranks of a sequence different batches."""
+    rank = dist.get_rank()
+    handle = longspan.prepare(build("llama"), 2)
+    rows = Rows([[20 + 4 * rank]]) if shapes_differ else Rows([[20]], seed=rank)
+    with pytest.raises(BatchError) as told:
+        handle.model(**handle.shard(rows.batch()))
+    return str(told.value)
+
+
+@pytest.mark.parametrize("shapes_differ", [False, True])
+def test_ranks_of_a_sequence_must_share_their_batches(run_ranks: RunRanks, shapes_differ: bool) -> None:
+    for told in run_ranks(2, unlike_batches, shapes_differ):
+        assert "were given different batches" in told
+
+
 def on_a_slice() -> str:
     """Prepare on the sequence axis cut out of the host's mesh, which does not tell who holds other batches."""
     host = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))

@@ -181,3 +181,10 @@ def test_any_bytes_are_read_or_refused_in_words(tmp_path: Path, content: bytes) 
             assert read(file, format=kind)[0].starts[0] == 0
         except DataError as error:
             assert str(file) in str(error) or "nothing to train on" in str(error)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.jsonl", "jsonl"), ("a.npy", "tokens")])
+def test_rows_and_arrays_are_not_read_as_text(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_text('{"text": "hi there"}')
+    with pytest.raises(DataError, match=f"Set data.format: {kind}"):
+        read(tmp_path / name)

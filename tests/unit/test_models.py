@@ -74,3 +74,9 @@ def test_data_that_does_not_fit_the_model() -> None:
         check_fit(config, longest_tokens=101, largest_id=0)
     with pytest.raises(ConfigError, match="token id 300, but the model's vocabulary ends at 299"):
         check_fit(config, longest_tokens=1, largest_id=300)
+
+
+@pytest.mark.parametrize("name", ["./no/such/model", "/nowhere/model", "a/b/c"])
+def test_a_missing_folder_is_called_one(name: str) -> None:
+    with pytest.raises(ConfigError, match="there is no folder"):
+        load_model_config(ModelConfig(name=name))

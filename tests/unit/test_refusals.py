@@ -329,6 +329,19 @@ def test_tokens_that_the_model_does_not_know_are_named(handle: Any, token: int) 
         handle.shard(batch(input_ids=ids))  # before any rank enters a collective
 
 
+def test_gathering_logits_that_were_not_asked_for(handle: Any) -> None:
+    part = handle.shard(batch())
+    with pytest.raises(BatchError, match="prepared with logits=True"):
+        handle.gather(handle.model(**part).get("logits"), part)
+
+
+def test_a_model_prepared_before_the_processes_met_is_refused(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(TopologyError, match="call init_process_group first"):
+        handle.model(**handle.shard(batch()))
+
+
 @pytest.mark.parametrize("items", [12345.0, -5, True, "23", torch.tensor([3, 4]), torch.tensor(2.5)])
 def test_targets_are_counted_in_whole_numbers(handle: Any, items: Any) -> None:
     with pytest.raises(BatchError, match="num_items counts targets"):

@@ -99,7 +99,9 @@ def _allowed(kind: Any, field: FieldInfo) -> str:
     ]
     if any(getattr(item, "min_length", None) for item in field.metadata):
         bounds.append("that is not empty")
-    return f"{_KINDS[get_origin(kind) or kind]} {' and '.join(bounds)}".strip()
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    sizes = ", also as 128K (x 1024) or 1M" if kind is int and extra.get("unit") == "tokens" else ""
+    return f"{_KINDS[get_origin(kind) or kind]} {' and '.join(bounds)}".strip() + sizes
 
 
 def _text(value: Any) -> str:

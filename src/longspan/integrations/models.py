@@ -112,6 +112,10 @@ def _read_config(name: str) -> PretrainedConfig:
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.8)
     if near and not Path(name).exists():
         raise ConfigError(f"model.name: {name!r} is neither a preset nor a folder. Did you mean the preset {near[0]}?")
+    path = Path(name)
+    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) != 2 or path.parent.is_dir()
+    if looks_like_path and len(path.parts) > 1 and not path.is_dir():
+        raise ConfigError(f"model.name: there is no folder {name!r} (and it is no preset).")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:

@@ -113,7 +113,7 @@ def read_corpus(data: DataConfig, sequence_length: int, encode: Encode) -> tuple
     report = Report()
     pieces: list[Document] = []
     problems = _Problems()
-    for document in _documents(expand_files(data.files), data.format, encode, problems):
+    for document in _documents(_of_format(expand_files(data.files), data.format), data.format, encode, problems):
         report.documents += 1
         report.tokens += len(document.input_ids)
         pieces += _pieces(document, data, sequence_length, report, problems)
@@ -134,6 +134,17 @@ def read_corpus(data: DataConfig, sequence_length: int, encode: Encode) -> tuple
         ),
         report,
     )
+
+
+def _of_format(files: Sequence[Path], kind: str) -> Sequence[Path]:
+    """Return the files, unless their names say that they are of another format than text."""
+    named = {".jsonl": "jsonl", ".npy": "tokens"}
+    for file in files:
+        if kind == "text" and file.suffix in named:
+            raise DataError(
+                f"{file} would be read as text, as one document. Set data.format: {named[file.suffix]}, or rename it."
+            )
+    return files
 
 
 def expand_files(patterns: Sequence[str]) -> list[Path]:

@@ -56,6 +56,8 @@ class Applied:
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
         self.call: ForwardCall | None = None
         self.bypassed = False
+        self.alone = not dist.is_initialized()
+        self.compared = False
         self.settings: tuple[object, ...] = ()
         self._plain_attention = cast(str, parts.model.config._attn_implementation)
         self._replaced: list[tuple[nn.Module, Any]] = []
@@ -120,6 +122,11 @@ class Applied:
         Cost: one all-gather over the sequence axis; backward has none.
         """
         shard = _context(part)
+        if not isinstance(x, Tensor):
+            raise BatchError(
+                f"gather takes a tensor of the part, got {type(x).__name__}; a model returns logits only if it was "
+                "prepared with logits=True."
+            )
         if x.dim() < 2 or x.shape[:2] != (shard.rows, shard.layout.shard_tokens):
             raise BatchError(
                 f"gather takes [B={shard.rows}, {shard.layout.shard_tokens} tokens, ...] of this part, "

@@ -12,9 +12,10 @@ from torch.autograd.function import once_differentiable
 
 from longspan.attention.call import Request
 from longspan.batch import CACHES, CONTEXT, Shard
-from longspan.errors import BatchError, ModelError
+from longspan.errors import BatchError, ModelError, TopologyError
 from longspan.integrations.transformers.attention import NAME
 from longspan.loss import Head, tiled_loss, token_logps
+from longspan.mesh import Mesh
 from longspan.stream.segment import Segment
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ class Forward:
             with applied.bypass():
                 return self._plain("in eval (sequence_parallel_in_eval=False)", shard, args, kwargs)
         call = self._call(shard, kwargs)
+        if not applied.compared:
+            _compare_batches(call.shard, applied.mesh)
+            applied.compared = True
         device = applied.parts.device
         kwargs = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
         outer, applied.call = applied.call, call
@@ -108,6 +112,11 @@ class Forward:
             raise BatchError(
                 "This model is prepared for sequence parallelism and was given a full batch. Call "
                 "model(**handle.shard(batch)), or use `with handle.bypass():` for the plain model."
+            )
+        if applied.alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise TopologyError(
+                f"The model was prepared before torch.distributed was initialised, so it knows nothing of the "
+                f"{dist.get_world_size()} processes: call init_process_group first, then longspan.prepare."
             )
         theirs, ours = shard.layout, applied.mesh
         if (theirs.ring, theirs.ulysses) != (ours.ring.size, ours.ulysses.size):
@@ -207,6 +216,22 @@ class HeadForward:
         elif labels is not None:
             call.results = (tiled_loss(hidden, head, labels),)
         return hidden.new_empty(*hidden.shape[:2], 0)
+
+
+def _compare_batches(shard: Shard, mesh: Mesh) -> None:
+    """Refuse a first batch that the ranks of a sequence do not share; `handle.loader` looks at every batch.
+
+    Cost: one small all-reduce, once per handle, and a read of its result.
+    """
+    if mesh.sequence.size == 1:
+        return
+    edges = torch.tensor([shard.fingerprint, -shard.fingerprint], device=mesh.device_type)
+    dist.all_reduce(edges, dist.ReduceOp.MIN, group=mesh.sequence.group)
+    if int(edges[0]) != -int(edges[1]):
+        raise BatchError(
+            f"The {mesh.sequence.size} ranks that share a sequence were given different batches. Give them the same "
+            "ones: a DistributedSampler must count data-parallel ranks only (handle.mesh.data.size and .rank)."
+        )
 
 
 def global_loss(local: Tensor, shard: Shard, grad_reduction: str) -> Tensor:
