@@ -221,5 +221,6 @@ def test_engines_by_name() -> None:
         build_engine("ddp", 2, torch.bfloat16)
     model = build()
     handle = longspan.prepare(model)
-    with pytest.raises(TopologyError, match="not initialised"):
-        build_engine("fsdp2", 1).wrap(model, handle)
+    for name in ("ddp", "fsdp2"):
+        with pytest.raises(TopologyError, match="not initialised"):
+            build_engine(name, 1).wrap(model, handle)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm
+from longspan.errors import TopologyError
 
 
 class DataParallel:
@@ -21,7 +23,15 @@ class DataParallel:
         """Wrap over the processes of `mesh.world`.
 
         Buffers are not broadcast: they are rotary tables, equal by construction.
+
+        Raises:
+            TopologyError: torch.distributed is not initialised.
         """
+        if not torch.distributed.is_initialized():
+            raise TopologyError(
+                "Engine ddp needs torch.distributed, which is not initialised: start with `longspan train` or torchrun, "
+                "or choose engine single."
+            )
         self._module = DistributedDataParallel(
             model, process_group=prepared.mesh.world.group, broadcast_buffers=False, gradient_as_bucket_view=True
         )
