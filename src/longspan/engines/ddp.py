@@ -29,8 +29,8 @@ class DataParallel:
         """
         if not torch.distributed.is_initialized():
             raise TopologyError(
-                "Engine ddp needs torch.distributed, which is not initialised: start with `longspan train` or torchrun, "
-                "or choose engine single."
+                "Engine ddp needs torch.distributed, which is not initialised: start with `longspan train` or "
+                "torchrun, or choose engine single."
             )
         self._module = DistributedDataParallel(
             model, process_group=prepared.mesh.world.group, broadcast_buffers=False, gradient_as_bucket_view=True
