@@ -14,16 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from longspan.errors import ConfigError, TrainingError
+from longspan.kernels.protocol import wide as wide_dtype
 
 _SLICE_ELEMENTS = 1 << 24
 # 1 GiB of float32; how wide a token is shows only after the first tile.
 _TILE_ELEMENTS = 1 << 28
 _FIRST_TILE_TOKENS = 512
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to accumulate `dtype` in: float32, or `dtype` itself if it is wider."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager

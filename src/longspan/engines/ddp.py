@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm
-from longspan.errors import TopologyError
+from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
 
 
 class DataParallel:
@@ -27,11 +25,7 @@ class DataParallel:
         Raises:
             TopologyError: torch.distributed is not initialised.
         """
-        if not torch.distributed.is_initialized():
-            raise TopologyError(
-                "Engine ddp needs torch.distributed, which is not initialised: start with `longspan train` or "
-                "torchrun, or choose engine single."
-            )
+        require_processes(self.name)
         self._module = DistributedDataParallel(
             model, process_group=prepared.mesh.world.group, broadcast_buffers=False, gradient_as_bucket_view=True
         )

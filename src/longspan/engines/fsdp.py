@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm
-from longspan.errors import TopologyError
+from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
 
 
 class FullyShardedDataParallel:
@@ -38,11 +37,7 @@ class FullyShardedDataParallel:
         Raises:
             TopologyError: torch.distributed is not initialised.
         """
-        if not torch.distributed.is_initialized():
-            raise TopologyError(
-                "Engine fsdp2 needs torch.distributed, which is not initialised: start with `longspan train` or "
-                "torchrun, or choose engine single."
-            )
+        require_processes(self.name)
         mesh = prepared.mesh
         self._group = mesh.world.group
         devices = (

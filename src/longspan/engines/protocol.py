@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.errors import TopologyError
+from longspan.kernels.protocol import wide
 from longspan.mesh import Mesh
 
 GradReduction = Literal["mean", "sum"]
@@ -62,6 +64,19 @@ class Engine(Protocol):
         ...
 
 
+def require_processes(engine: str) -> None:
+    """Raise unless the processes have met.
+
+    Raises:
+        TopologyError: torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise TopologyError(
+            f"Engine {engine} needs torch.distributed, which is not initialised: start with `longspan train` or "
+            "torchrun, or choose engine single."
+        )
+
+
 def clip_by_global_norm(
     parameters: Iterable[nn.Parameter], max_norm: float | None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
@@ -95,7 +110,7 @@ def clip_by_global_norm(
 
 
 def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    dtype = wide(like.dtype)
     total = torch.zeros((), dtype=dtype, device=like.device)
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor, dtype=dtype) ** 2

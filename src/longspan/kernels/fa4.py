@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from longspan.kernels.cuda import device_problem, import_problem, load, operand_problem
-from longspan.kernels.protocol import Request, borders, check
+from longspan.kernels.flash_attn import packed_lengths
+from longspan.kernels.protocol import Request, check
 from longspan.mask import Block
 
 _MODULE, _PACKAGE = "flash_attn.cute.interface", "flash-attn-4"
@@ -46,7 +45,7 @@ class FlashAttention4:
         if not block.varlen:
             out, lse = call(q=q, k=k, v=v, **common)[:2]
             return out, lse
-        out, lse = call(q=q[0], k=k[0], v=v[0], **common, **_lengths(q, k, block))[:2]
+        out, lse = call(q=q[0], k=k[0], v=v[0], **common, **packed_lengths(q, k, block))[:2]
         return out[None], lse[None]
 
     def backward(
@@ -65,10 +64,5 @@ class FlashAttention4:
             dq, dk, dv = call(**operands, **common)[:3]
             return dq, dk, dv
         row = {name: x[0] for name, x in operands.items()}
-        dq, dk, dv = call(**row, **common, **_lengths(q, k, block))[:3]
+        dq, dk, dv = call(**row, **common, **packed_lengths(q, k, block))[:3]
         return dq[None], dk[None], dv[None]
-
-
-def _lengths(q: Tensor, k: Tensor, block: Block) -> dict[str, Any]:
-    cu_q, cu_k, max_q, max_k = borders(q, k, block)
-    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}

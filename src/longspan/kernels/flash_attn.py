@@ -40,7 +40,7 @@ class FlashAttention2:
         if not block.varlen:
             out, lse = module._flash_attn_forward(q, k, v, **common)[:2]
             return out, lse
-        lengths = _lengths(q, k, block)
+        lengths = packed_lengths(q, k, block)
         out, lse = module._flash_attn_varlen_forward(q[0], k[0], v[0], **lengths, **common)[:2]
         return out[None], lse[None]
 
@@ -55,7 +55,7 @@ class FlashAttention2:
         operands = [dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), *grads]
         if block.varlen:
             row = [x[0] for x in operands]
-            module._flash_attn_varlen_backward(*row, **_lengths(q, k, block), **common)
+            module._flash_attn_varlen_backward(*row, **packed_lengths(q, k, block), **common)
         else:
             module._flash_attn_backward(*operands, **common)
         return grads[0], grads[1], grads[2]
@@ -86,7 +86,7 @@ class FlashAttention3:
         if not block.varlen:
             out, lse = call(q, k, v, **common)[:2]
             return out, lse
-        out, lse = call(q[0], k[0], v[0], **common, **_lengths(q, k, block))[:2]
+        out, lse = call(q[0], k[0], v[0], **common, **packed_lengths(q, k, block))[:2]
         return out[None], lse[None]
 
     def backward(
@@ -104,7 +104,7 @@ class FlashAttention3:
         operands = [dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous()]
         if block.varlen:
             operands, written = [x[0] for x in operands], [x[0] for x in grads]
-            common |= _lengths(q, k, block)
+            common |= packed_lengths(q, k, block)
         else:
             written = grads
         call(*operands, **common, dq=written[0], dk=written[1], dv=written[2])
@@ -123,6 +123,7 @@ def _fa2_options(block: Block, scale: float) -> dict[str, Any]:
     }
 
 
-def _lengths(q: Tensor, k: Tensor, block: Block) -> dict[str, Any]:
+def packed_lengths(q: Tensor, k: Tensor, block: Block) -> dict[str, Any]:
+    """Return the borders of a packed call under the names that all FlashAttention packages use."""
     cu_q, cu_k, max_q, max_k = borders(q, k, block)
     return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}

@@ -54,7 +54,8 @@ class Streamed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call: Any = kwargs.get(self.context)
         memory: Memory | None = getattr(call, "memory", None)
-        if memory is None or (memory.of(self.index) is Keep.GRAPH and not self._compiles(call)):
+        compiles = memory is not None and self._compiles(call)
+        if memory is None or (memory.of(self.index) is Keep.GRAPH and not compiles):
             return self.original(*args, **kwargs)
         for name, module in self.layer.named_modules():
             if module is not self.layer and type(module).__name__.startswith("FSDP"):
@@ -66,10 +67,8 @@ class Streamed:
         keep = memory.of(self.index)
         if keep is Keep.GRAPH:
             return self._compiled(call, x, arguments)
-        halves = self.halves
-        if self._compiles(call):
-            halves = CompiledHalves(self.halves, call.compiler, memory.tile_tokens or 0)
-        draws = self.layer.training and halves is self.halves  # compiled code is seen to draw nothing
+        halves = CompiledHalves(self.halves, call.compiler, memory.tile_tokens or 0) if compiles else self.halves
+        draws = self.layer.training and not compiles  # compiled code is seen to draw nothing
         run = LayerRun(halves, arguments, call.shard.tiles.local, draws, call.names)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         opens = keep is not Keep.NONE and memory.of(self.index + 1) is Keep.NONE
