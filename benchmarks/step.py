@@ -23,7 +23,7 @@ import longspan
 from longspan.engines.fsdp import FullyShardedDataParallel
 from longspan.integrations.presets import preset_config
 from longspan.stream.compiled import Compiler
-from longspan.stream.keep import Keep, Memory
+from longspan.plan.keep import Keep, Memory
 
 
 def memory_of(text: str) -> Memory:

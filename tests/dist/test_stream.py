@@ -20,7 +20,7 @@ import longspan
 from longspan.attention.ulysses import Ulysses
 from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.stream.function import Gradients, StreamedLayer
-from longspan.stream.keep import Keep, Memory
+from longspan.plan.keep import Keep, Memory
 from longspan.stream.prefix import Prefix
 from longspan.tiling import Ambient
 

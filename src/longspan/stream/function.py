@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from longspan.attention.call import Request
 from longspan.errors import ModelError
 from longspan.layout import Piece
+from longspan.plan.keep import Keep
 from longspan.stream.arguments import Arguments
 from longspan.stream.calls import Answer
 from longspan.stream.compiled import CompiledHalves
 from longspan.stream.halves import Halves
-from longspan.stream.keep import Keep
 from longspan.stream.segment import Segment, State
 from longspan.tiling import Ambient, GradientSum, first_order, private_graph
 

@@ -13,11 +13,11 @@ from longspan.attention.build import Attend
 from longspan.attention.call import Request
 from longspan.batch import Shard
 from longspan.errors import ModelError
+from longspan.plan.keep import Keep, Memory
 from longspan.stream.arguments import Arguments
 from longspan.stream.compiled import CompiledHalves, Compiler
 from longspan.stream.function import LayerRun, Mixing, Pass, StreamedLayer
 from longspan.stream.halves import Halves
-from longspan.stream.keep import Keep, Memory
 from longspan.stream.mixing import PrefixMixing, WholeMixing
 from longspan.stream.segment import Segment
 

@@ -13,8 +13,8 @@ from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
 from longspan.comm.pending import Pending
+from longspan.plan.keep import Keep
 from longspan.stream.function import Gradients, LayerRun, Mixing, TileBackward
-from longspan.stream.keep import Keep
 from longspan.stream.prefix import Prefix, Tiles
 
 

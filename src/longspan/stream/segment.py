@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from longspan.errors import TrainingError
-from longspan.stream.keep import Keep
+from longspan.plan.keep import Keep
 
 if TYPE_CHECKING:
     from longspan.stream.function import Mixing

@@ -20,7 +20,7 @@ from longspan.errors import ConfigError, TrainingError
 from longspan.integrations.models import build_model, write_pretrained
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.mesh import Mesh
-from longspan.stream.keep import Keep, Memory
+from longspan.plan.keep import Keep, Memory
 from longspan.train.checkpoint import METRICS, MODEL, clear_output, save_model
 from longspan.train.data import Corpus
 from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_bytes, peak_flops

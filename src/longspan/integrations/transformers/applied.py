@@ -24,9 +24,9 @@ from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
+from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
 from longspan.stream.compiled import Compiler
-from longspan.stream.keep import Memory
 from longspan.stream.layer import Streamed
 
 

@@ -21,8 +21,8 @@ from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
+from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
-from longspan.stream.keep import Memory
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 """Names under which configs of transformers keep the dropout of attention probabilities."""

@@ -16,6 +16,7 @@ class Keep(StrEnum):
     x_o_kv: hidden states, attention output and keys and values; the layer runs once more, its attention does not.
     x_o: hidden states and attention output; keys and values are projected again.
     x: hidden states; attention's forward runs again too.
+    out: attention output; hidden states are rebuilt, without attention, from the nearest earlier layer that kept them.
     none: nothing; the layer is rebuilt, attention included, from the nearest earlier layer that kept its hidden states.
     """
 
@@ -23,12 +24,33 @@ class Keep(StrEnum):
     X_O_KV = "x+O+KV"
     X_O = "x+O"
     X = "x"
+    OUT = "O"
     NONE = "none"
 
     @property
     def has_out(self) -> bool:
         """Whether the attention output is kept."""
-        return self in (Keep.X_O, Keep.X_O_KV)
+        return self in (Keep.X_O, Keep.X_O_KV, Keep.OUT)
+
+    @property
+    def has_x(self) -> bool:
+        """Whether the hidden states are kept."""
+        return self in (Keep.X_O, Keep.X_O_KV, Keep.X)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many bytes of kept tensors each tier may hold, per process; what fits in no tier is refused.
+
+    Args:
+        gpu_bytes: on the device itself; None for as many as there are.
+        host_bytes: in pinned host memory.
+        directory: where what does not fit in host memory is written; None for nowhere.
+    """
+
+    gpu_bytes: int | None = None
+    host_bytes: int = 0
+    directory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,11 +61,16 @@ class Memory:
         tile_tokens: tokens of a rank per tile; None for one tile.
         keep: one decision for all layers, or one per layer.
         compile: backend of torch.compile that the layers' halves run through; None runs them as they are.
+        rebuilt: what a layer that kept nothing keeps once it is rebuilt, until its own backward: one decision for all
+            such layers, or one per layer.
+        budget: where what is kept may lie.
     """
 
     tile_tokens: int | None = None
     keep: Keep | tuple[Keep, ...] = Keep.GRAPH
     compile: str | None = None
+    rebuilt: Keep | tuple[Keep, ...] = Keep.X_O
+    budget: Budget = Budget()
 
     def of(self, layer: int) -> Keep:
         """Return what a layer keeps; graph beyond the last."""
