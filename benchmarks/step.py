@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/step.py --model llama-8b --seq 32768 131072 --memory 16384/x+O+KV/inductor
 
-A memory setting is tile_tokens/keep/compile; keep is one decision or a list such as graph*4,x+O+KV*28.
+A memory setting is tile_tokens/keep/compile[@tokens,tokens]; keep is one decision or a list such as
+graph*4,x+O+KV*28; tokens restricts it to these lengths.
 
 Random weights and tokens, fp32 AdamW, FSDP2 with bf16 compute, micro-batch 1: the work that peers are measured on.
 """
@@ -17,17 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timeline import timeline
 from transformers import AutoModelForCausalLM
 
 import longspan
 from longspan.engines.fsdp import FullyShardedDataParallel
 from longspan.integrations.presets import preset_config
-from longspan.stream.compiled import Compiler
 from longspan.plan.keep import Keep, Memory
+from longspan.stream.compiled import Compiler
 
 
 def memory_of(text: str) -> Memory:
-    tile, keep, backend = text.split("/")
+    tile, keep, backend = text.partition("@")[0].split("/")
     runs = [part.partition("*") for part in keep.split(",")]
     keeps = tuple(Keep(name) for name, _, count in runs for _ in range(int(count or 1)))
     return Memory(int(tile), keeps[0] if len(keeps) == 1 else keeps, None if backend == "-" else backend)
@@ -52,7 +54,10 @@ def build(options: argparse.Namespace) -> tuple[torch.nn.Module, Any, Any]:
         memory=memory_of(options.memory[0]),
     )
     engine = FullyShardedDataParallel(torch.bfloat16)
-    return engine.wrap(model, handle), handle, engine
+    model = engine.wrap(model, handle)
+    if options.keep_gathered:
+        model.set_reshard_after_forward(False)
+    return model, handle, engine
 
 
 def one_step(model: torch.nn.Module, handle: Any, engine: Any, optimizer: Any, ids: torch.Tensor) -> float:
@@ -89,21 +94,10 @@ def measured(options: argparse.Namespace, text: str, tokens: int, step: Any) -> 
         if rank == 0:
             print("STEP", f"liger={options.liger}", row, flush=True)
     if options.profile:
-        profiled(lambda: step(ids), rank)
+        told = timeline(lambda: step(ids))
+        if rank == 0:
+            print(f"TIMELINE {text} {tokens}\n{told}", flush=True)
     return rows
-
-
-def profiled(work: Any, rank: int) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
-        work()
-        torch.cuda.synchronize()
-    if rank == 0:
-        rows = [(e.self_device_time_total / 1e6, e.count, e.key[:100]) for e in prof.key_averages()]
-        rows = sorted((r for r in rows if r[0] > 0 and not r[2].startswith("aten::")), reverse=True)
-        for seconds, count, key in rows[:30]:
-            print(f"{seconds:8.3f}s {count:6d} {key}", flush=True)
 
 
 def main() -> None:
@@ -115,6 +109,7 @@ def main() -> None:
     parser.add_argument("--ulysses", type=int)
     parser.add_argument("--ring", type=int)
     parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--keep-gathered", action="store_true", help="FSDP2: parameters stay whole until backward")
     parser.add_argument("--liger", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--commit", default="")
@@ -130,7 +125,7 @@ def main() -> None:
     for text in options.memory:
         handle.memory = memory_of(text)
         handle.compiler = handle.memory.compile and Compiler(handle.memory.compile)
-        for tokens in options.seq:
+        for tokens in [int(n) for n in text.partition("@")[2].split(",") if n] or options.seq:
             try:
                 rows += measured(options, text, tokens, lambda ids: one_step(model, handle, engine, optimizer, ids))
             except torch.cuda.OutOfMemoryError as error:
