@@ -17,7 +17,8 @@ from longspan.attention.call import Request
 from longspan.errors import ModelError
 from longspan.stream.calls import Answer
 from longspan.stream.graph import DifferentiableHalves
-from longspan.stream.halves import Halves
+from longspan.stream.halves import ROUTING, Halves
+from longspan.stream.routing import Choices
 
 Graph = Callable[..., Any]
 
@@ -75,11 +76,15 @@ class CompiledHalves(Halves):
         """Whether tiles of so many tokens are compiled."""
         return tokens == self.tokens
 
-    def through(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer) -> Tensor:
+    def through(
+        self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer
+    ) -> tuple[Tensor, Choices | None]:
         """Run one half, the attention, and the other half."""
         if x.shape[1] != self.tokens:
             return super().through(x, kwargs, names, answer)
-        return self.after(x, kwargs, answer(self.before(x, kwargs, names)))[0]
+        first = {name: value for name, value in kwargs.items() if name != ROUTING}
+        y, _, choices = self.after(x, kwargs, answer(self.before(x, first, names)))
+        return y, choices
 
     def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], wanted: str = "qkv") -> Request:
         """Run the half before attention; of q, k and v only those `wanted` are computed."""
@@ -97,24 +102,39 @@ class CompiledHalves(Halves):
         q, k, v = _named(results, wanted)
         return Request(self.layer, q, k, v, found, {})  # type: ignore[arg-type]
 
-    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None]:
+    def after(
+        self, x: Tensor, kwargs: dict[str, Any], out: Tensor
+    ) -> tuple[Tensor, Request | None, Choices | None]:
         """Run the half after attention; the call it answers is not returned."""
         if x.shape[1] != self.tokens:
             return super().after(x, kwargs, out)
         plain = super().after
-        result, _ = self._run("after", lambda i, x, out: plain(x, i.kwargs, out)[0], kwargs, [x, out])
-        return result, None
+
+        def function(inputs: Inputs, x: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+            y, _, choices = plain(x, inputs.kwargs, out)
+            return y, *(choices or ())
+
+        (y, *choices), _ = self._run("after", function, kwargs, [x, out])
+        return y, None, Choices(*choices) if choices else None
 
     def differentiate_after(
-        self, x: Tensor, kwargs: dict[str, Any], out: Tensor, dy: Tensor, need_x: bool
+        self, x: Tensor, kwargs: dict[str, Any], out: Tensor, douts: Sequence[Tensor], need_x: bool
     ) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
-        """Differentiate the half after attention: gradients of x, of the attention output, and of the parameters."""
+        """Differentiate the half after attention: gradients of x, of the attention output, and of the parameters.
+
+        Args:
+            douts: the gradient of the tile, and with a `Routing` that of the sums of probabilities.
+        """
         plain = super().after
 
-        def function(inputs: Inputs, x: Tensor, out: Tensor, dy: Tensor) -> list[Tensor | None]:
-            return inputs.gradients(lambda x, out: [plain(x, inputs.kwargs, out)[0]], [x, out], [dy], need_x)
+        def function(inputs: Inputs, x: Tensor, out: Tensor, *douts: Tensor) -> list[Tensor | None]:
+            def half(x: Tensor, out: Tensor) -> list[Tensor]:
+                y, _, choices = plain(x, inputs.kwargs, out)
+                return [y, *(choices or ())[:1]]
 
-        results, _ = self._run(("after'", need_x), function, kwargs, [x, out, dy])
+            return inputs.gradients(half, [x, out], douts, need_x)
+
+        results, _ = self._run(("after'", need_x), function, kwargs, [x, out, *douts])
         dx, dout, *rest = results
         return dx, dout, rest
 

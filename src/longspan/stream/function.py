@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ from longspan.plan.keep import Keep
 from longspan.stream.arguments import Arguments
 from longspan.stream.calls import Answer
 from longspan.stream.compiled import CompiledHalves
-from longspan.stream.halves import Halves
+from longspan.stream.halves import ROUTING, Halves
+from longspan.stream.routing import Choices, TileRouting
 from longspan.stream.segment import Segment, State
 from longspan.tiling import Ambient, GradientSum, first_order, private_graph
 
@@ -31,6 +32,7 @@ class LayerRun:
         halves: the layer's code before and after its attention.
         draws: whether something in the layer may draw random numbers; each tile then replays its own.
         names: what the caller of the model passed, and layers only hand on.
+        routing: the layer's gates, if they are listened to.
     """
 
     halves: Halves
@@ -39,21 +41,27 @@ class LayerRun:
     draws: bool
     names: frozenset[str]
     ambients: dict[int, Ambient] = field(default_factory=dict)
+    routing: TileRouting | None = None
 
     def through(self, index: int, x: Tensor, answer: Answer) -> Tensor:
         """Run a tile x [B, t, d] in one go, with attention answered on the way -> [B, t, d]."""
         with self._ambient(index, x.device):
-            return self.halves.through(x, self._kwargs(index), self.names, answer)
+            y, choices = self.halves.through(x, self._routed(index), self.names, answer)
+        self._count(choices)
+        return y
 
     def before(self, index: int, x: Tensor, wanted: str = "qkv") -> Request:
         """Run a tile up to its attention call; of q, k and v at least those `wanted` are in it."""
         with self._ambient(index, x.device):
             return self.halves.before(x, self._kwargs(index), self.names, wanted)
 
-    def after(self, index: int, x: Tensor, out: Tensor) -> tuple[Tensor, Request | None]:
-        """Run a tile with its attention output [B, t, H, Dv] known -> [B, t, d], and the call if it was recorded."""
+    def after(self, index: int, x: Tensor, out: Tensor) -> tuple[Tensor, Request | None, Choices | None]:
+        """Run a tile with its attention output [B, t, H, Dv] known -> [B, t, d], the call if it was recorded, and what
+        the layer's gates chose if they are listened to."""
         with self._ambient(index, x.device):
-            return self.halves.after(x, self._kwargs(index), out)
+            y, request, choices = self.halves.after(x, self._routed(index), out)
+        self._count(choices)
+        return y, request, choices
 
     def backward(self, index: int, gradients: Gradients) -> TileBackward:
         """Return the backward of a tile."""
@@ -61,10 +69,10 @@ class LayerRun:
         kind = CompiledTile if self.halves.differentiates(at.stop - at.start) else EagerTile
         return kind(self, index, gradients)
 
-    def differentiate_after(self, index: int, x: Tensor, out: Tensor, dy: Tensor, need_x: bool) -> Any:
+    def differentiate_after(self, index: int, x: Tensor, out: Tensor, douts: Sequence[Tensor], need_x: bool) -> Any:
         """See `CompiledHalves.differentiate_after`."""
         with self._ambient(index, x.device):
-            return self._compiled.differentiate_after(x, self._kwargs(index), out, dy, need_x)
+            return self._compiled.differentiate_after(x, self._routed(index), out, douts, need_x)
 
     def differentiate_before(self, index: int, x: Tensor, dqkv: Sequence[Tensor], need_x: bool) -> Any:
         """See `CompiledHalves.differentiate_before`."""
@@ -84,6 +92,15 @@ class LayerRun:
     def _kwargs(self, index: int) -> dict[str, Any]:
         at = self.tiles[index]
         return self.arguments.tile(at.start, at.stop)
+
+    def _routed(self, index: int) -> dict[str, Any]:
+        """Return a tile's arguments, with what listens to the layer's gates."""
+        kwargs = self._kwargs(index)
+        return kwargs if self.routing is None else {**kwargs, ROUTING: self.routing.tokens.tile(self.tiles[index])}
+
+    def _count(self, choices: Choices | None) -> None:
+        if self.routing is not None:
+            self.routing.add(choices)
 
     def rewind(self) -> None:
         """Put the generators back where the first tile began, which then counts as not yet run.
@@ -129,16 +146,32 @@ class Mixing(ABC):
 
 
 class Gradients:
-    """Gradients of one layer pass: of its hidden states, tile by tile, and of its parameters over all tiles."""
+    """Gradients of one layer pass: of its hidden states, tile by tile, and of its parameters over all tiles.
 
-    def __init__(self, x: Tensor, dy: Tensor, parameters: tuple[Tensor, ...], need_x: bool) -> None:
+    Args:
+        d_probabilities: gradient [E] of what the gates' probabilities add up to, the same for each tile.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        dy: Tensor,
+        parameters: tuple[Tensor, ...],
+        need_x: bool,
+        d_probabilities: Sequence[Tensor] = (),
+    ) -> None:
         self.x, self.dy, self.parameters, self.need_x = x, dy, parameters, need_x
+        self.d_probabilities = d_probabilities
         self.dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
         self.sums = GradientSum(len(parameters))
 
     def leaf(self, at: Piece) -> Tensor:
         """Return a tile of the hidden states to differentiate."""
         return self.x[:, at.start : at.stop].detach().requires_grad_(self.need_x)
+
+    def of(self, at: Piece) -> list[Tensor]:
+        """Return the gradients of what a tile returns: of its hidden states, and of its sums of probabilities."""
+        return [self.dy[:, at.start : at.stop], *self.d_probabilities]
 
     def add(
         self,
@@ -208,9 +241,9 @@ class EagerTile(TileBackward):
     def after(self, out: Tensor, hold: bool) -> Tensor:
         """Run the tile with gradients; its q, k and v come along and stay if held."""
         leaf, known = self.gradients.leaf(self.at), out.detach().requires_grad_()
-        y, request = self.run.after(self.index, leaf, known)
-        dy = self.gradients.dy[:, self.at.start : self.at.stop]
-        (dout,) = self.gradients.add(self.at, leaf, [y], [dy], known, again=hold)
+        y, request, choices = self.run.after(self.index, leaf, known)
+        outs, douts = [y, *(choices or ())[:1]], self.gradients.of(self.at)
+        (dout,) = self.gradients.add(self.at, leaf, outs, douts, known, again=hold)
         if hold:
             self.leaf, self.request = leaf, request
         return torch.zeros_like(known) if dout is None else dout
@@ -235,8 +268,7 @@ class CompiledTile(TileBackward):
     def after(self, out: Tensor, hold: bool) -> Tensor:
         """Differentiate the half after attention."""
         grads = self.gradients
-        dy = grads.dy[:, self.at.start : self.at.stop]
-        dx, dout, parameters = self.run.differentiate_after(self.index, self._x, out, dy, grads.need_x)
+        dx, dout, parameters = self.run.differentiate_after(self.index, self._x, out, grads.of(self.at), grads.need_x)
         grads.put(self.at, dx, parameters)
         return torch.zeros_like(out) if dout is None else dout
 
@@ -295,17 +327,24 @@ class StreamedLayer(torch.autograd.Function):
     """Runs a layer tile by tile; parameters are inputs, so that each gets its gradient once, after the last tile."""
 
     @staticmethod
-    def forward(ctx: Any, run: Pass, differentiable: bool, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: Pass, differentiable: bool, x: Tensor, *parameters: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        kept = run.mixing.forward(x, y, run.keep)
+        routing = run.mixing.run.routing
+        with nullcontext() if routing is None else routing.forward():
+            kept = run.mixing.forward(x, y, run.keep)
         if differentiable:
             ctx.run, ctx.parameters, ctx.place = run, parameters, run.remember(x, kept, y)
             ctx.save_for_backward(*((x, *kept) if ctx.place is None else ()))
-        return y
+        if routing is None or routing.total is None:
+            return y
+        ctx.mark_non_differentiable(routing.total.counts)
+        return y, *routing.total
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, *d_choices: Tensor) -> tuple[Tensor | None, ...]:
         run: Pass = ctx.run
         if ctx.place is None:
             x, *kept = ctx.saved_tensors
@@ -313,7 +352,7 @@ class StreamedLayer(torch.autograd.Function):
         else:
             segment, position = ctx.place
             state = segment.take(position)
-        gradients = Gradients(state.x, dy, ctx.parameters, ctx.needs_input_grad[2])
+        gradients = Gradients(state.x, dy, ctx.parameters, ctx.needs_input_grad[2], d_choices[:1])
         with private_graph(ctx.parameters):
             run.mixing.backward(state.x, state.kept, state.keep, gradients)
         sums = (None if g is None else g.to(p.dtype) for g, p in zip(gradients.sums.sums, ctx.parameters, strict=True))

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from longspan.attention.call import Call, Request
 from longspan.errors import ModelError
 from longspan.stream.calls import Answer, Capture, Compute, Inject, StopLayer
+from longspan.stream.routing import Choices, Routing
+
+ROUTING = "longspan_routing"
+"""Name under which a tile's arguments hold the `Routing` that listens to the layer's gates."""
 
 
 class Halves:
@@ -28,13 +32,19 @@ class Halves:
         bound = isinstance(forward, types.MethodType) and forward.__self__ is layer
         self.code: Callable[..., Any] = forward.__func__ if bound else _OnInstance(forward)
 
-    def through(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer) -> Tensor:
-        """Run the layer on a tile in one go, with `answer` computing its attention."""
+    def through(
+        self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], answer: Answer
+    ) -> tuple[Tensor, Choices | None]:
+        """Run the layer on a tile in one go, with `answer` computing its attention; see `after` for what it returns."""
         return self.whole(x, kwargs, Compute(names, answer))
 
-    def whole(self, x: Tensor, kwargs: dict[str, Any], call: Call) -> Tensor:
+    def whole(self, x: Tensor, kwargs: dict[str, Any], call: Call) -> tuple[Tensor, Choices | None]:
         """Run the layer on a tile with `call` answering its attention."""
-        return _run(self.code, self.layer, {self.hidden_name: x, **kwargs, self.context: call})
+        given = {self.hidden_name: x, **kwargs, self.context: call}
+        routing: Routing | None = given.pop(ROUTING, None)
+        if routing is None:
+            return _run(self.code, self.layer, given), None
+        return routing.listen(lambda: _run(self.code, self.layer, given))
 
     def differentiates(self, tokens: int) -> bool:
         """Whether tiles of so many tokens have derivatives of their own."""
@@ -51,13 +61,20 @@ class Halves:
             raise ModelError(f"{type(self.layer).__name__} ended without calling attention.")
         return capture.request
 
-    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None]:
-        """Run the layer on a tile whose attention output is known -> [B, t, d], and the call with its q, k and v."""
+    def after(
+        self, x: Tensor, kwargs: dict[str, Any], out: Tensor
+    ) -> tuple[Tensor, Request | None, Choices | None]:
+        """Run the layer on a tile whose attention output is known.
+
+        Returns:
+            [B, t, d]; the call with its q, k and v; and what the layer's gates chose, if the arguments hold a
+            `Routing` to listen to them.
+        """
         inject = Inject(out)
-        y = self.whole(x, kwargs, inject)
+        y, choices = self.whole(x, kwargs, inject)
         if inject.request is None:
             raise ModelError(f"{type(self.layer).__name__} ended without calling attention.")
-        return y, inject.request
+        return y, inject.request, choices
 
 
 def _run(code: Callable[..., Any], layer: nn.Module, kwargs: dict[str, Any]) -> Tensor:

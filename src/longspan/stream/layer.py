@@ -19,6 +19,7 @@ from longspan.stream.compiled import CompiledHalves, Compiler
 from longspan.stream.function import LayerRun, Mixing, Pass, StreamedLayer
 from longspan.stream.halves import Halves
 from longspan.stream.mixing import PrefixMixing, WholeMixing
+from longspan.stream.routing import Balance, Choices, TileRouting
 from longspan.stream.segment import Segment
 
 
@@ -30,6 +31,7 @@ class StreamedCall(Protocol):
     memory: Memory
     compiler: Compiler | None
     segment: Segment | None
+    balance: Balance | None
     names: frozenset[str]
 
     def attention(self, request: Request) -> Tensor:
@@ -69,17 +71,29 @@ class Streamed:
             return self._compiled(call, x, arguments)
         halves = CompiledHalves(self.halves, call.compiler, memory.tile_tokens or 0) if compiles else self.halves
         draws = self.layer.training and not compiles  # compiled code is seen to draw nothing
-        run = LayerRun(halves, arguments, call.shard.tiles.local, draws, call.names)
+        routing = None if call.balance is None else call.balance.of(self.layer)
+        listening = None if routing is None else TileRouting(routing)
+        run = LayerRun(halves, arguments, call.shard.tiles.local, draws, call.names, routing=listening)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         opens = keep is not Keep.NONE and memory.of(self.index + 1) is Keep.NONE
         layer_pass = Pass(self.layer, self._mixing(run, call), keep, opens, call)
-        return StreamedLayer.apply(layer_pass, torch.is_grad_enabled(), x, *parameters)
+        results = StreamedLayer.apply(layer_pass, torch.is_grad_enabled(), x, *parameters)
+        if routing is None:
+            return results
+        y, *choices = results
+        call.balance.add(Choices(*choices), routing.gates)
+        return y
 
     def _compiled(self, call: StreamedCall, x: Tensor, arguments: Arguments) -> Tensor:
         """Run the layer in one tile, its halves compiled, on autograd's own graph."""
         assert call.compiler is not None
         kwargs = arguments.tile(0, x.shape[1])
-        return call.compiler.differentiable.through(self.halves, x, kwargs, call.names, call.attention)
+        through, routing = call.compiler.differentiable.through, call.balance and call.balance.of(self.layer)
+        if call.balance is None or routing is None:
+            return through(self.halves, x, kwargs, call.names, call.attention)
+        y, choices = routing.listen(lambda: through(self.halves, x, kwargs, call.names, call.attention))
+        call.balance.add(choices, routing.gates)
+        return y
 
     def _compiles(self, call: StreamedCall) -> bool:
         """Whether the layer's code is compiled in this pass: for full tiles, and not where dropout is at work."""

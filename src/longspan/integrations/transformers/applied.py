@@ -22,6 +22,7 @@ from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
+from longspan.integrations.transformers.routers import Routers
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
 from longspan.plan.keep import Memory
@@ -63,6 +64,8 @@ class Applied:
         self._replaced: list[tuple[nn.Module, Any]] = []
         rotaries = [(module, Rotary(module, self)) for module in parts.rotaries]
         use_attention(self.model, NAME)
+        self.routers = Routers.of(parts)
+        self.routers.install()
         layers = [
             (layer, Streamed(layer, i, f"{parts.layers_name}.{i} ({type(layer).__name__})", CONTEXT))
             for i, layer in enumerate(parts.layers)
@@ -217,6 +220,7 @@ class Applied:
         if self._replaced:
             use_attention(self.model, self._plain_attention)
             del self.model._longspan_applied
+            self.routers.remove()
         self._replaced.clear()
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longspan.attention.call import Request
 from longspan.batch import CACHES, CONTEXT, Shard
 from longspan.errors import BatchError, ModelError, TopologyError
 from longspan.integrations.transformers.attention import NAME
+from longspan.integrations.transformers.objective import balance_loss, global_loss
+from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
 from longspan.loss import Head, tiled_loss, token_logps
 from longspan.mesh import Mesh
+from longspan.stream.routing import Balance
 from longspan.stream.segment import Segment
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class ForwardCall:
         self.names, self.shift_labels, self.output = names, shift_labels, output
         self.results: tuple[Tensor, ...] = ()  # what the head made
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
+        self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
 
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
@@ -84,7 +88,8 @@ class Forward:
         kwargs = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
         outer, applied.call = applied.call, call
         try:
-            out = self.original(*args, **kwargs, **{CONTEXT: call})
+            with nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance):
+                out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
         if call.shift_labels is not None and not call.results:
@@ -98,7 +103,18 @@ class Forward:
         if applied.logits:
             fields["logits"] = out.logits
         loss = global_loss(call.results[0], call.shard, applied.grad_reduction) if call.results else None
-        return type(out)(loss=loss, **fields)
+        if call.balance is None:
+            return type(out)(loss=loss, **fields)
+        return type(out)(**self._balanced(call, call.balance, loss), **fields)
+
+    def _balanced(self, call: ForwardCall, balance: Balance, loss: Tensor | None) -> dict[str, Tensor | None]:
+        """Add the router's auxiliary loss to the loss, with the model's own factor."""
+        applied, model = self.applied, cast(Any, self.applied.model)
+        choices, top_k = balance.total(applied.parts.trunk), balance.router.top_k
+        auxiliary, weight = balance_loss(choices, top_k, call.shard, call.shift_labels, applied.grad_reduction)
+        if loss is not None:
+            loss = loss + model.router_aux_loss_coef * weight * auxiliary
+        return {"loss": loss, "aux_loss": auxiliary}
 
     def _plain(self, where: str, shard: Shard | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if shard is not None:
@@ -157,7 +173,19 @@ class Forward:
                 "prepare(..., logits=True)."
             )
         names = (frozenset(kwargs) | frozenset(shard.passed)) - _MEANT_FOR_ATTENTION
-        return ForwardCall(applied, shard, names, labels, output)
+        call = ForwardCall(applied, shard, names, labels, output)
+        if self._balances(kwargs) and output == "loss":
+            call.balance = Balance(applied.routers.known(), real_tokens(shard, applied.parts.device))
+        return call
+
+    def _balances(self, kwargs: dict[str, Any]) -> bool:
+        """Tell whether the router's auxiliary loss is asked for, and keep the model from computing its own."""
+        asked = kwargs.pop(ROUTER_LOGITS, None)
+        asked = getattr(self.applied.model.config, ROUTER_LOGITS, False) if asked is None else asked
+        if asked:
+            self.applied.routers.known()
+            kwargs[ROUTER_LOGITS] = False
+        return bool(asked)
 
 
 _MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})
@@ -169,7 +197,6 @@ _REFUSED = {
     "cu_seqlens": "handle.shard reads it from the full batch",
     "labels": "handle.shard makes shift_labels of the labels of the full batch",
     "num_items_in_batch": "the number of targets goes into handle.shard(batch, num_items=...)",
-    "output_router_logits": "the router's auxiliary loss over a divided sequence is not supported yet",
     "output_attentions": "attention weights of all queries by all keys are never formed",
 }
 """Arguments, some of which may also stand in the config, that would be without effect or wrong; and why."""
@@ -232,38 +259,3 @@ def _compare_batches(shard: Shard, mesh: Mesh) -> None:
             f"The {mesh.sequence.size} ranks that share a sequence were given different batches. Give them the same "
             "ones: a DistributedSampler must count data-parallel ranks only (handle.mesh.data.size and .rank)."
         )
-
-
-def global_loss(local: Tensor, shard: Shard, grad_reduction: str) -> Tensor:
-    """Turn the sum over this rank's targets into the mean over all targets.
-
-    The value is the same on every rank. The gradient is this rank's share: an engine that averages over the W ranks
-    of `mesh.world` gets W / N of the local sum, one that adds up gets 1 / N, N being `num_items`.
-
-    Cost: one all-reduce of a scalar over the world axis, and one over the data axis when `num_items` is None.
-    """
-    world, data = shard.mesh.world, shard.mesh.data
-    items = torch.as_tensor(shard.targets if shard.num_items is None else shard.num_items).to(local.device, local.dtype)
-    if shard.num_items is None and data.size > 1:
-        items = items.clone()
-        dist.all_reduce(items, group=data.group)
-    items = items.clamp(min=1)
-    total = local.detach().clone()
-    if world.size > 1:
-        dist.all_reduce(total, group=world.group)
-    share = (world.size if grad_reduction == "mean" else 1) / items
-    return _Reported.apply(local, total / items, share)  # type: ignore[no-any-return]
-
-
-class _Reported(torch.autograd.Function):
-    """Has the value of the global loss and the gradient of the local share."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, value: Tensor, share: Tensor) -> Tensor:
-        ctx.save_for_backward(share)
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dvalue: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return dvalue * ctx.saved_tensors[0], None, None

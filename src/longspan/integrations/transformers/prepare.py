@@ -17,6 +17,7 @@ from longspan.integrations.transformers.attention import NAME, register
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.probe import Shape, probe
+from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.mesh import build_mesh, data_parallel_ranks
@@ -134,11 +135,8 @@ def _check_model(parts: Parts) -> None:
                 f"The config sets {name}={dropout}, which no kernel here replays; set it to 0.0 (also on the modules "
                 "of a model that exists already)."
             )
-    if getattr(config, "output_router_logits", False):
-        raise ModelError(
-            "The config sets output_router_logits=True, but the router's auxiliary loss over a divided sequence is not "
-            "supported yet; set it to False."
-        )
+    if getattr(config, ROUTER_LOGITS, False):
+        Routers.of(parts).known()
 
 
 def _probe(parts: Parts) -> list[Shape]:

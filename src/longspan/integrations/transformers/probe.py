@@ -15,6 +15,7 @@ from longspan.attention.call import Request
 from longspan.batch import CONTEXT
 from longspan.errors import LongspanError, ModelError
 from longspan.integrations.transformers.parts import Parts
+from longspan.integrations.transformers.routers import ROUTER_LOGITS
 
 _TOKENS = 5
 _ROW = 2  # has neighbours on both sides, so that mixing in either direction shows
@@ -104,7 +105,8 @@ def _run_model(parts: Parts, first: int) -> list[Request]:
     hook = head.register_forward_hook(replace)
     try:
         positions = torch.arange(first, _TOKENS, device=device)[None]
-        out = model(input_ids=ids, position_ids=positions, use_cache=False, **{CONTEXT: call})
+        asked = {ROUTER_LOGITS: False} if getattr(model.config, ROUTER_LOGITS, False) else {}
+        out = model(input_ids=ids, position_ids=positions, use_cache=False, **asked, **{CONTEXT: call})
     except (LongspanError, NotImplementedError):
         raise
     except Exception as error:
