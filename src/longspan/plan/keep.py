@@ -13,6 +13,8 @@ class Keep(StrEnum):
     """From the most memory and least work to the least memory and most work.
 
     graph: the plain layer with all its activations; nothing is computed again.
+    products: hidden states, attention's operands and output, and the outputs of the layer's matrix products: only
+        elementwise work runs again. Tiles that do not run compiled keep what x_o_kv keeps, and queries.
     x_o_kv: hidden states, attention output and keys and values; the layer runs once more, its attention does not.
     x_o: hidden states and attention output; keys and values are projected again.
     x: hidden states; attention's forward runs again too.
@@ -21,6 +23,7 @@ class Keep(StrEnum):
     """
 
     GRAPH = "graph"
+    PRODUCTS = "products"
     X_O_KV = "x+O+KV"
     X_O = "x+O"
     X = "x"
@@ -30,12 +33,17 @@ class Keep(StrEnum):
     @property
     def has_out(self) -> bool:
         """Whether the attention output is kept."""
-        return self in (Keep.X_O, Keep.X_O_KV, Keep.OUT)
+        return self in (Keep.PRODUCTS, Keep.X_O_KV, Keep.X_O, Keep.OUT)
 
     @property
     def has_x(self) -> bool:
         """Whether the hidden states are kept."""
-        return self in (Keep.X_O, Keep.X_O_KV, Keep.X)
+        return self in (Keep.PRODUCTS, Keep.X_O_KV, Keep.X_O, Keep.X)
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether keys and values are kept."""
+        return self in (Keep.PRODUCTS, Keep.X_O_KV)
 
 
 @dataclass(frozen=True)
@@ -84,10 +92,12 @@ class Memory:
             raise ConfigError(f"tile_tokens must be at least 1, got {self.tile_tokens}.")
         if self.tile_tokens is None and self.compile is not None:
             raise ConfigError("compile needs tile_tokens: code is compiled for tiles of that size.")
+        if Keep.PRODUCTS in self.decisions and self.compile is None:
+            raise ConfigError("keep 'products' needs compile: products are found in the compiled code.")
         if self.tile_tokens is not None and not self.streams:
             raise ConfigError(f"tile_tokens={self.tile_tokens} has no effect on layers that keep their graph.")
         before = Keep.GRAPH
-        for layer, keep in enumerate((self.keep,) if isinstance(self.keep, Keep) else self.keep):
+        for layer, keep in enumerate(self.decisions):
             if keep is Keep.NONE and before is Keep.GRAPH:
                 raise ConfigError(
                     f"Layer {layer} keeps nothing, but the layer before it keeps no hidden states to rebuild it from: "
@@ -98,8 +108,12 @@ class Memory:
     @property
     def streams(self) -> bool:
         """Whether some layer does not simply run as it is."""
-        graph = (self.keep,) if isinstance(self.keep, Keep) else self.keep
-        return self.compile is not None or any(keep is not Keep.GRAPH for keep in graph)
+        return self.compile is not None or any(keep is not Keep.GRAPH for keep in self.decisions)
+
+    @property
+    def decisions(self) -> tuple[Keep, ...]:
+        """All decisions, in order; one that holds for all layers stands alone."""
+        return (self.keep,) if isinstance(self.keep, Keep) else self.keep
 
     def check_layers(self, count: int) -> None:
         """Raise unless there is a decision for each of the model's layers.

@@ -15,10 +15,12 @@ from torch.utils import _pytree as pytree
 
 from longspan.attention.call import Request
 from longspan.errors import ModelError
+from longspan.kernels.protocol import wide
 from longspan.stream.calls import Answer
 from longspan.stream.graph import DifferentiableHalves
 from longspan.stream.halves import ROUTING, Halves
-from longspan.stream.routing import Choices
+from longspan.stream.joint import Joint, divide, writes
+from longspan.stream.routing import Choices, Routing
 
 Graph = Callable[..., Any]
 
@@ -36,6 +38,7 @@ class Compiler:
 
     backend: str
     graphs: dict[Any, tuple[Graph, float]] = field(default_factory=dict)
+    joints: dict[Any, Joint | None] = field(default_factory=dict)
 
     @cached_property
     def differentiable(self) -> DifferentiableHalves:
@@ -54,13 +57,33 @@ class Compiler:
             scale: where tracing leaves the attention's scale, if it meets the attention.
         """
         if key not in self.graphs:
-            traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-            _refuse_random(traced)
-            traced.graph.eliminate_dead_code()
-            traced.recompile()
-            compiled = torch.compile(traced, backend=self.backend, fullgraph=True, dynamic=False)
+            compiled = self._compiled(_traced(function, tensors))
             self.graphs[key] = compiled, scale[0] if scale else 0.0
         return self.graphs[key]
+
+    def joint(
+        self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], results: int, tangents: range
+    ) -> Joint | None:
+        """Return a function and its derivative apart, see `joint.divide`; None if it cannot be divided."""
+        if key not in self.joints:
+            traced = _traced(function, tensors)
+            self.joints[key] = None
+            if not writes(traced):
+                forward, backward = divide(traced, results, tangents)
+                self.joints[key] = Joint(self._compiled(forward), self._compiled(backward), results)
+        return self.joints[key]
+
+    def _compiled(self, traced: torch.fx.GraphModule) -> Graph:
+        return torch.compile(traced, backend=self.backend, fullgraph=True, dynamic=False)
+
+
+def _traced(function: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.GraphModule:
+    """Trace a function of tensors, without what its results do not need."""
+    traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
+    _refuse_random(traced)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
 
 
 class CompiledHalves(Halves):
@@ -102,9 +125,7 @@ class CompiledHalves(Halves):
         q, k, v = _named(results, wanted)
         return Request(self.layer, q, k, v, found, {})  # type: ignore[arg-type]
 
-    def after(
-        self, x: Tensor, kwargs: dict[str, Any], out: Tensor
-    ) -> tuple[Tensor, Request | None, Choices | None]:
+    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None, Choices | None]:
         """Run the half after attention; the call it answers is not returned."""
         if x.shape[1] != self.tokens:
             return super().after(x, kwargs, out)
@@ -117,26 +138,84 @@ class CompiledHalves(Halves):
         (y, *choices), _ = self._run("after", function, kwargs, [x, out])
         return y, None, Choices(*choices) if choices else None
 
+    def after_keeping(
+        self, x: Tensor, kwargs: dict[str, Any], out: Tensor
+    ) -> tuple[Tensor, Choices | None, list[Tensor]]:
+        """Run the half after attention -> [B, t, d], what gates chose, and the products that `differentiate_after` can
+        use; none if the half writes into its operands."""
+        joint, call = self._joint(x, kwargs, out)
+        if joint is None:
+            y, _, choices = self.after(x, kwargs, out)
+            return y, choices, []
+        with torch.no_grad():
+            y, *rest = joint.forward(*call.flow)
+        choices, products = rest[: joint.results - 1], rest[joint.results - 1 :]
+        return y, Choices(*choices) if choices else None, products
+
     def differentiate_after(
-        self, x: Tensor, kwargs: dict[str, Any], out: Tensor, douts: Sequence[Tensor], need_x: bool
+        self,
+        x: Tensor,
+        kwargs: dict[str, Any],
+        out: Tensor,
+        douts: Sequence[Tensor],
+        need_x: bool,
+        products: Sequence[Tensor] = (),
     ) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
         """Differentiate the half after attention: gradients of x, of the attention output, and of the parameters.
 
         Args:
             douts: the gradient of the tile, and with a `Routing` that of the sums of probabilities.
+            products: what `after_keeping` returned; none to compute them again.
         """
-        plain = super().after
+        if products:
+            joint, call = self._joint(x, kwargs, out)
+            assert joint is not None
+            flow = [*call.flow[:2], *(_plain(d.detach()) for d in douts), *call.flow[2:], *products]
+            with torch.no_grad():
+                dx, dout, *rest = joint.backward(*flow)
+            return dx if need_x else None, dout, rest
+        half = self._half_after()
 
         def function(inputs: Inputs, x: Tensor, out: Tensor, *douts: Tensor) -> list[Tensor | None]:
-            def half(x: Tensor, out: Tensor) -> list[Tensor]:
-                y, _, choices = plain(x, inputs.kwargs, out)
-                return [y, *(choices or ())[:1]]
-
-            return inputs.gradients(half, [x, out], douts, need_x)
+            return inputs.gradients(lambda x, out: half(inputs, x, out)[0], [x, out], douts, need_x)
 
         results, _ = self._run(("after'", need_x), function, kwargs, [x, out, *douts])
         dx, dout, *rest = results
         return dx, dout, rest
+
+    def _half_after(self) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
+        """Return the half as a function -> what is differentiated, and all that it returns."""
+        plain = super().after
+
+        def half(inputs: Inputs, x: Tensor, out: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            y, _, choices = plain(x, inputs.kwargs, out)
+            return [y, *(choices or ())[:1]], [y, *(choices or ())]
+
+        return half
+
+    def _joint(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Joint | None, TracedCall]:
+        """Return the half after attention and its derivative, apart, and what this call gives to it."""
+        half, found = self._half_after(), []
+        routing: Routing | None = kwargs.get(ROUTING)
+
+        def function(inputs: Inputs, x: Tensor, out: Tensor, *douts: Tensor) -> list[Tensor | None]:
+            def differentiated(x: Tensor, out: Tensor) -> list[Tensor]:
+                outs, results = half(inputs, x, out)
+                found.extend(results)
+                return outs
+
+            gradients = inputs.gradients(differentiated, [x, out], douts, True)
+            return [*(result.detach() for result in found), *gradients]
+
+        call = self._call("joint", function, kwargs, [x, out])
+        if call.key not in self.compiler.joints:
+            douts = [torch.empty_like(x)]
+            if routing is not None:
+                douts.append(x.new_empty(routing.router.experts, dtype=wide(x.dtype)))
+            full = self._call("joint", function, kwargs, [x, out, *douts])
+            results, tangents = 1 if routing is None else 3, range(2, 2 + len(douts))
+            self.compiler.joint(call.key, full.function, full.flow, results, tangents)
+        return self.compiler.joints[call.key], call
 
     def differentiate_before(
         self, x: Tensor, kwargs: dict[str, Any], dqkv: Sequence[Tensor], need_x: bool, names: frozenset[str]
@@ -158,6 +237,15 @@ class CompiledHalves(Halves):
     def _run(
         self, half: Any, function: Callable[..., Any], kwargs: dict[str, Any], tensors: list[Tensor], scale: Any = None
     ) -> tuple[Any, float]:
+        call = self._call(half, function, kwargs, tensors)
+        with torch.no_grad():
+            graph, found = self.compiler.graph(call.key, call.function, call.flow, scale)
+            return graph(*call.flow), found
+
+    def _call(
+        self, half: Any, function: Callable[..., Any], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> TracedCall:
+        """Turn a function of (inputs, *tensors) into one of tensors alone."""
         leaves, spec = pytree.tree_flatten(kwargs)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -176,9 +264,16 @@ class CompiledHalves(Halves):
         shapes = tuple((tuple(t.shape), t.dtype) for t in flow)
         autocast = torch.is_autocast_enabled(flow[0].device.type) and torch.get_autocast_dtype(flow[0].device.type)
         key = (half, self.slots.kind, self.slots.trained(), shapes, others, str(spec), autocast)
-        with torch.no_grad():
-            graph, found = self.compiler.graph(key, flat, flow, scale)
-            return graph(*flow), found
+        return TracedCall(key, flat, flow)
+
+
+@dataclass
+class TracedCall:
+    """A call of a half: what tells its graph from others, the function to trace, and the tensors it is given."""
+
+    key: Any
+    function: Callable[..., Any]
+    flow: list[Tensor]
 
 
 @dataclass

@@ -63,16 +63,25 @@ class LayerRun:
         self._count(choices)
         return y, request, choices
 
-    def backward(self, index: int, gradients: Gradients) -> TileBackward:
-        """Return the backward of a tile."""
-        at = self.tiles[index]
-        kind = CompiledTile if self.halves.differentiates(at.stop - at.start) else EagerTile
-        return kind(self, index, gradients)
+    def after_keeping(self, index: int, x: Tensor, out: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Run a tile as `after` does -> [B, t, d], and the products its backward can use; none if it runs eagerly."""
+        if not self._compiles(index):
+            return self.after(index, x, out)[0], []
+        with self._ambient(index, x.device):
+            y, choices, products = self._compiled.after_keeping(x, self._routed(index), out)
+        self._count(choices)
+        return y, products
 
-    def differentiate_after(self, index: int, x: Tensor, out: Tensor, douts: Sequence[Tensor], need_x: bool) -> Any:
+    def backward(self, index: int, gradients: Gradients, products: Sequence[Tensor] = ()) -> TileBackward:
+        """Return the backward of a tile, of which forward may have kept products."""
+        if self._compiles(index):
+            return CompiledTile(self, index, gradients, products)
+        return EagerTile(self, index, gradients)
+
+    def differentiate_after(self, index: int, x: Tensor, out: Tensor, douts: Sequence[Tensor], **options: Any) -> Any:
         """See `CompiledHalves.differentiate_after`."""
         with self._ambient(index, x.device):
-            return self._compiled.differentiate_after(x, self._routed(index), out, douts, need_x)
+            return self._compiled.differentiate_after(x, self._routed(index), out, douts, **options)
 
     def differentiate_before(self, index: int, x: Tensor, dqkv: Sequence[Tensor], need_x: bool) -> Any:
         """See `CompiledHalves.differentiate_before`."""
@@ -88,6 +97,10 @@ class LayerRun:
     def _compiled(self) -> CompiledHalves:
         assert isinstance(self.halves, CompiledHalves)
         return self.halves
+
+    def _compiles(self, index: int) -> bool:
+        at = self.tiles[index]
+        return self.halves.differentiates(at.stop - at.start)
 
     def _kwargs(self, index: int) -> dict[str, Any]:
         at = self.tiles[index]
@@ -263,12 +276,18 @@ class EagerTile(TileBackward):
 
 
 class CompiledTile(TileBackward):
-    """Runs compiled derivatives, which recompute only what they need."""
+    """Runs compiled derivatives, which recompute only what they need, and no matrix products that were kept."""
+
+    def __init__(self, run: LayerRun, index: int, gradients: Gradients, products: Sequence[Tensor]) -> None:
+        super().__init__(run, index, gradients)
+        self.products = products
 
     def after(self, out: Tensor, hold: bool) -> Tensor:
         """Differentiate the half after attention."""
         grads = self.gradients
-        dx, dout, parameters = self.run.differentiate_after(self.index, self._x, out, grads.of(self.at), grads.need_x)
+        dx, dout, parameters = self.run.differentiate_after(
+            self.index, self._x, out, grads.of(self.at), need_x=grads.need_x, products=self.products
+        )
         grads.put(self.at, dx, parameters)
         return torch.zeros_like(out) if dout is None else dout
 

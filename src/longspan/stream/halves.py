@@ -61,9 +61,7 @@ class Halves:
             raise ModelError(f"{type(self.layer).__name__} ended without calling attention.")
         return capture.request
 
-    def after(
-        self, x: Tensor, kwargs: dict[str, Any], out: Tensor
-    ) -> tuple[Tensor, Request | None, Choices | None]:
+    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None, Choices | None]:
         """Run the layer on a tile whose attention output is known.
 
         Returns:

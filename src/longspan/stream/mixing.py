@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,26 +31,31 @@ class PrefixMixing(Mixing):
     def __init__(self, run: LayerRun, attend: Attend, tiles: Tiles, length: int) -> None:
         self.run, self.attend, self.tiles, self.length = run, attend, tiles, length
         self.ulysses: Ulysses | None = None
+        self.scale = 0.0
+        self.counts: list[int] = []  # of the products that each tile keeps
 
     def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
-        """Fill y; return k and v if they are kept, then out and lse of each tile if they are."""
-        walk = _Forward(self, x, y, keep.has_out)
-        if self.run.splits and self.attend.mesh.ulysses.size > 1:
+        """Fill y; return k and v, out and lse of each tile, q and the products of each tile, where they are kept."""
+        walk = _Forward(self, x, y, keep)
+        if self.run.splits:
             walk.ahead()
         else:
             walk.in_turn()
-        return (*(walk.prefix.keys_values() if keep is Keep.X_O_KV else ()), *walk.kept)
+        if keep is Keep.PRODUCTS:
+            self.counts = [len(products) for products in walk.products]
+        products = (product for products in walk.products for product in products)
+        return (*(walk.prefix.keys_values() if keep.has_kv else ()), *walk.kept, *walk.queries, *products)
 
     def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
         """Fill y from the kept attention output."""
-        outs = kept[-2 * len(self.run.tiles) :: 2]
+        outs = self._kept(kept).results
         for index, (at, out) in enumerate(zip(self.run.tiles, outs, strict=True)):
-            y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out)[0]
+            y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out[0])[0]
 
     def backward(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep, gradients: Gradients) -> None:
         """Take the tiles in descending order, so that a tile's dk and dv are final at its turn."""
-        prefix, results = self._restore(x, kept, keep)
-        walk = _Backward(self, prefix, results, gradients)
+        walk = _Backward(self, *self._restore(x, self._kept(kept), keep), gradients)
+        del kept
         last = len(self.run.tiles) - 1
         if not self.run.splits:
             for index in range(last, -1, -1):
@@ -76,22 +82,47 @@ class PrefixMixing(Mixing):
         assert self.ulysses is not None
         return Prefix(self.ulysses, self.attend.kernel, self.tiles, self.length)
 
-    def _restore(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep) -> tuple[Prefix, list[tuple[Tensor, Tensor]]]:
-        """Return the layer's keys and values, and out and lse of each tile."""
-        if keep is Keep.X_O_KV:
+    def _kept(self, kept: tuple[Tensor, ...]) -> _Kept:
+        """Sort what `forward` returned."""
+        count, rest = len(self.run.tiles), list(kept)
+        products = [[rest.pop() for _ in range(n)][::-1] for n in reversed(self.counts)][::-1]
+        queries = [rest.pop() for _ in self.counts][::-1]
+        results = [(rest[i], rest[i + 1]) for i in range(len(rest) - 2 * count, len(rest), 2)] if rest else []
+        return _Kept(rest[: -2 * count], results, queries, products)
+
+    def _restore(self, x: Tensor, kept: _Kept, keep: Keep) -> tuple[Prefix, _Kept]:
+        """Return the layer's keys and values, and what is known of each tile, out and lse at least."""
+        if keep.has_kv:
             prefix = self.new_prefix()
-            prefix.k, prefix.v, *rest = kept
-            return prefix, list(zip(rest[::2], rest[1::2], strict=True))
+            prefix.k, prefix.v = kept.keys_values
+            return prefix, kept
         with torch.no_grad():
             if not keep.has_out:
-                walk = _Forward(self, x, None, keeps_out=True)
+                walk = _Forward(self, x, None, Keep.X_O)
                 walk.in_turn()
-                return walk.prefix, list(zip(walk.kept[::2], walk.kept[1::2], strict=True))
+                return walk.prefix, self._kept(tuple(walk.kept))
             prefix = self.new_prefix()
             for index, at in enumerate(self.run.tiles):
                 request = self.run.before(index, x[:, at.start : at.stop], "kv")
                 prefix.append(index, *prefix.ulysses.enter_keys(*request.keys()).wait())
-        return prefix, list(zip(kept[::2], kept[1::2], strict=True))
+        return prefix, kept
+
+
+@dataclass
+class _Kept:
+    """What a prefix layer keeps besides its hidden states.
+
+    Args:
+        keys_values: k and v, or nothing.
+        results: out and lse of each tile.
+        queries: q of each tile, as its attention saw it, or nothing.
+        products: of each tile, or nothing.
+    """
+
+    keys_values: list[Tensor]
+    results: list[tuple[Tensor, Tensor]]
+    queries: list[Tensor]
+    products: list[list[Tensor]]
 
 
 class _Forward:
@@ -99,10 +130,11 @@ class _Forward:
 
     prefix: Prefix
 
-    def __init__(self, mixing: PrefixMixing, x: Tensor, y: Tensor | None, keeps_out: bool) -> None:
-        self.mixing, self.run, self.x, self.y, self.keeps_out = mixing, mixing.run, x, y, keeps_out
+    def __init__(self, mixing: PrefixMixing, x: Tensor, y: Tensor | None, keep: Keep) -> None:
+        self.mixing, self.run, self.x, self.y, self.keep = mixing, mixing.run, x, y, keep
         self.kept: list[Tensor] = []
-        self.scale = 0.0
+        self.queries: list[Tensor] = []
+        self.products: list[list[Tensor]] = []
 
     def in_turn(self) -> None:
         """Take one tile after the other."""
@@ -141,16 +173,18 @@ class _Forward:
         exchange = self.mixing.exchange(q, k)
         if index == 0:
             self.prefix = self.mixing.new_prefix()
-        self.scale = request.scale
+        self.mixing.scale = request.scale
         return exchange.enter(q, k, v)
 
     def _attend(self, index: int, coming: Pending[list[Tensor]]) -> Pending[Tensor]:
         """Add a tile to the prefix and attend; its output is on its way back to the ranks of its tokens."""
         q, k, v = coming.wait()
         self.prefix.append(index, k, v)
-        out, lse = self.prefix.forward(index, q, self.scale)
+        out, lse = self.prefix.forward(index, q, self.mixing.scale)
+        if self.keep is Keep.PRODUCTS:
+            self.queries.append(q)
         leaving = self.prefix.ulysses.leave(out)
-        return leaving.then(lambda out: self._keep(out, lse)) if self.keeps_out else leaving
+        return leaving.then(lambda out: self._keep(out, lse)) if self.keep.has_out else leaving
 
     def _keep(self, out: Tensor, lse: Tensor) -> Tensor:
         self.kept.extend((out, lse))
@@ -158,35 +192,46 @@ class _Forward:
 
     def _finish(self, index: int, leaving: Pending[Tensor]) -> None:
         out, at = leaving.wait(), self.run.tiles[index]
-        if self.y is not None:
-            self.y[:, at.start : at.stop] = self.run.after(index, self._tile(index), out)[0]
+        if self.y is None:
+            return
+        if self.keep is Keep.PRODUCTS:
+            y, products = self.run.after_keeping(index, self._tile(index), out)
+            self.products.append(products)
+        else:
+            y = self.run.after(index, self._tile(index), out)[0]
+        self.y[:, at.start : at.stop] = y
 
 
 class _Backward:
     """The three steps of each tile's backward, with what travels between them."""
 
-    def __init__(
-        self, mixing: PrefixMixing, prefix: Prefix, results: list[tuple[Tensor, Tensor]], gradients: Gradients
-    ) -> None:
-        self.run, self.prefix, self.results, self.gradients = mixing.run, prefix, results, gradients
+    def __init__(self, mixing: PrefixMixing, prefix: Prefix, kept: _Kept, gradients: Gradients) -> None:
+        self.run, self.prefix, self.kept, self.gradients = mixing.run, prefix, kept, gradients
+        self.scale = mixing.scale
         self.tiles: dict[int, TileBackward] = {}
-        self.coming: dict[int, tuple[Pending[list[Tensor]], Tensor, float]] = {}
+        self.coming: dict[int, tuple[Pending[list[Tensor]], Tensor]] = {}
         self.leaving: dict[int, Pending[Any]] = {}
 
     def after(self, index: int) -> None:
         """Differentiate what follows the tile's attention; send off what its attention's backward needs."""
-        out, lse = self.results.pop()
-        tile = self.tiles[index] = self.run.backward(index, self.gradients)
-        dout = tile.after(out, hold=True)
-        request = tile.query()
-        operands = self.prefix.ulysses.enter_queries(request.query().detach(), out, dout.to(out.dtype))
-        self.coming[index] = operands, lse, request.scale
+        kept = self.kept
+        out, lse = kept.results.pop()
+        products = kept.products.pop() if kept.products else ()
+        tile = self.tiles[index] = self.run.backward(index, self.gradients, products)
+        dout = tile.after(out, hold=True).to(out.dtype)
+        enter = self.prefix.ulysses.enter_queries
+        if kept.queries:
+            q = kept.queries.pop()
+            coming = enter(out, dout).then(lambda parts: [q, *parts])
+        else:
+            coming = enter(tile.query().query().detach(), out, dout)
+        self.coming[index] = coming, lse
 
     def attend(self, index: int) -> None:
         """Differentiate the tile's attention; send its gradients back."""
-        coming, lse, scale = self.coming.pop(index)
+        coming, lse = self.coming.pop(index)
         q, out, dout = coming.wait()
-        parts = self.prefix.backward(index, dout, q, out, lse, scale)
+        parts = self.prefix.backward(index, dout, q, out, lse, self.scale)
         self.leaving[index] = self.prefix.ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
 
     def before(self, index: int) -> None:
@@ -206,16 +251,31 @@ class WholeMixing(Mixing):
         self.run, self.attend, self.schedule = run, attend, schedule
         self.ring = Ring(attend.kernel, attend.mesh.ring)
         self.scale = 0.0
+        self.counts: list[int] = []  # of the products that each tile keeps
         self.ulysses: Ulysses | None = None
 
     def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
         """Fill y; return q, k and v of this rank's heads if kept, then out of its tokens and lse if kept."""
         qkv = self._capture(x)
         out, lse = self._attend(*qkv)
+        products: list[Tensor] = []
         if y is not None:
             self.run.rewind()
-            self.replay(x, (out, lse), y)
-        return (*(qkv if keep is Keep.X_O_KV else ()), *((out, lse) if keep.has_out else ()))
+            if keep is Keep.PRODUCTS:
+                products = self._finish(x, out, y)
+            else:
+                self.replay(x, (out, lse), y)
+        return (*products, *(qkv if keep.has_kv else ()), *((out, lse) if keep.has_out else ()))
+
+    def _finish(self, x: Tensor, out: Tensor, y: Tensor) -> list[Tensor]:
+        """Fill y, keeping products; return those of all tiles."""
+        self.counts, found = [], []
+        for index, at in enumerate(self.run.tiles):
+            span = slice(at.start, at.stop)
+            y[:, span], products = self.run.after_keeping(index, x[:, span], out[:, span])
+            self.counts.append(len(products))
+            found += products
+        return found
 
     def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
         """Fill y from the kept attention output."""
@@ -228,11 +288,15 @@ class WholeMixing(Mixing):
         ulysses, run = self.ulysses, self.run
         assert ulysses is not None
         with torch.no_grad():
-            q, k, v = kept[:3] if keep is Keep.X_O_KV else self._capture(x)
+            q, k, v = kept[-5:-2] if keep.has_kv else self._capture(x)
             out, lse = kept[-2:] if keep.has_out else self._attend(q, k, v)
+        products = iter(kept)  # they come first
         dout = torch.empty_like(out)
         for index, at in enumerate(run.tiles):
-            dout[:, at.start : at.stop] = run.backward(index, gradients).after(out[:, at.start : at.stop], hold=False)
+            known = [next(products) for _ in range(self.counts[index])] if self.counts else ()
+            tile = run.backward(index, gradients, known)
+            dout[:, at.start : at.stop] = tile.after(out[:, at.start : at.stop], hold=False)
+        del products, known, tile
         out, dout = ulysses.enter_queries(out, dout).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
         dq, dk, dv = self.ring.backward(dout, saved, self.schedule, self.scale)
