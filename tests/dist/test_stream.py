@@ -21,6 +21,7 @@ from longspan.attention.ulysses import Ulysses
 from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.stream.function import Gradients, StreamedLayer
 from longspan.plan.keep import Keep, Memory
+from longspan.stream import prefix
 from longspan.stream.prefix import Prefix
 from longspan.tiling import Ambient
 
@@ -52,12 +53,12 @@ def wide() -> Iterator[None]:
 
 
 def streamed_errors(
-    family: str, degrees: tuple[int, int], rows: Rows, memory: Memory, mistake: str | None = None
+    family: str, degrees: tuple[int, int], rows: Rows, memory: Memory, change: str | None = None
 ) -> Errors:
     """Train one step with streamed layers, and return the relative errors of the loss and of each gradient."""
     model = build(family)
     ulysses, ring = degrees
-    with wide(), MISTAKES[mistake]() if mistake else nullcontext():
+    with wide(), {**MISTAKES, "small blocks": _SmallBlocks}[change]() if change else nullcontext():
         loss, wanted, _ = one_device(model, [rows])
         handle = longspan.prepare(
             model, ulysses * ring, ulysses_degree=ulysses, ring_degree=ring, memory=memory
@@ -93,6 +94,26 @@ def test_compiled_halves_are_exact(run_ranks: RunRanks, keep: Keep) -> None:
     for degrees in ((1, 1), (2, 1), (1, 2)):
         world = degrees[0] * degrees[1]
         results = run_ranks(world, streamed_errors, "llama", degrees, PACKED, Memory(5, keep, "eager"))
+        assert exact(results), worst(results)
+
+
+class _SmallBlocks:
+    """Makes the keys of every call come in blocks of 7 tokens."""
+
+    def __enter__(self) -> None:
+        self.patch = patch.object(prefix, "_BLOCK_TOKENS", 7)
+        self.patch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.patch.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("rows", [Rows([[41]]), PACKED], ids=["plain", "packed"])
+@pytest.mark.parametrize("tile", [1, 5, 16])
+def test_keys_in_blocks_are_exact(run_ranks: RunRanks, rows: Rows, tile: int) -> None:
+    for degrees in ((1, 1), (2, 1)):
+        memory = Memory(tile, Keep.X_O)
+        results = run_ranks(degrees[0], streamed_errors, "llama", degrees, rows, memory, "small blocks")
         assert exact(results), worst(results)
 
 

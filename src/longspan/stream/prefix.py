@@ -4,32 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from longspan.attention.merge import Merged
+from longspan.attention.merge import Merged, Sum
 from longspan.attention.ulysses import Ulysses
 from longspan.kernels.protocol import Kernel, wide
 from longspan.layout import Piece
-from longspan.mask import Mask, Work
+from longspan.mask import Block, Mask, Work
+
+_BLOCK_TOKENS = 1 << 19
+"""Keys of one kernel call: what kernels need besides their operands, above all in backward, grows with them."""
 
 
 @dataclass(frozen=True)
 class Tiles:
     """The tiles of a shard, in order: tokens of this rank, tokens of the row that an exchange makes of them, and the
-    kernel calls of these against their prefix."""
+    kernel calls of these against their prefix.
+
+    Args:
+        works: for each tile, for each range of its queries, the calls that cover its keys block by block.
+    """
 
     local: tuple[Piece, ...]
     joined: tuple[Piece, ...]
-    works: tuple[tuple[Work, ...], ...]
+    works: tuple[tuple[tuple[Work, ...], ...], ...]
 
     @classmethod
     def of(cls, mask: Mask, local: Sequence[Piece], ranks: int) -> Tiles:
         """Work out the tiles of a shard that `ranks` Ulysses ranks hold interleaved. Pure."""
         joined = tuple(Piece(tile.start * ranks, tile.stop * ranks) for tile in local)
         works = tuple(mask.work([tile], [tile] if tile.start == 0 else [Piece(0, tile.start), tile]) for tile in joined)
-        return cls(tuple(local), joined, works)
+        return cls(tuple(local), joined, tuple(tuple(blocks(work, _BLOCK_TOKENS) for work in tile) for tile in works))
+
+
+def blocks(work: Work, tokens: int) -> tuple[Work, ...]:
+    """Divide a call into calls of at most so many keys each, or as many as it has queries."""
+    queries, keys = work.q.stop - work.q.start, work.k.stop - work.k.start
+    if work.block.varlen or keys <= max(tokens, queries):
+        return (work,)
+    last = work.k.stop - max(queries, (keys - 1) % tokens + 1)  # holds the diagonal
+    edges = [*range(work.k.start, last, tokens), last]
+    before = (Work(work.rows, work.q, slice(a, b), Block(causal=False)) for a, b in pairwise(edges))
+    return *before, Work(work.rows, work.q, slice(last, work.k.stop), Block(work.block.causal))
 
 
 class Prefix:
@@ -68,10 +87,11 @@ class Prefix:
         """Attend from a tile's queries [B, T, H of this rank, D] to its prefix -> out, lse [B, H, T]."""
         assert self.k is not None and self.v is not None
         merged = Merged(q.shape[:-1] + self.v.shape[-1:], q.dtype)
-        for work in self.tiles.works[index]:
-            k, v = self.ulysses.expand(self.k[work.rows, work.k]), self.ulysses.expand(self.v[work.rows, work.k])
-            part = self.kernel.forward(q[work.rows, work.q], k, v, work.block, scale)
-            merged.first(work.rows, work.q, *part)
+        for calls in self.tiles.works[index]:
+            for number, work in enumerate(calls):
+                k, v = self.ulysses.expand(self.k[work.rows, work.k]), self.ulysses.expand(self.v[work.rows, work.k])
+                part = self.kernel.forward(q[work.rows, work.q], k, v, work.block, scale)
+                (merged.add if number else merged.first)(work.rows, work.q, *part)
         return merged.result()
 
     def backward(
@@ -81,14 +101,14 @@ class Prefix:
         assert self.k is not None and self.v is not None
         if self.dk is None or self.dv is None:
             self.dk, self.dv = (torch.zeros_like(t, dtype=wide(t.dtype)) for t in (self.k, self.v))
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for work in self.tiles.works[index]:
+        dq = Sum(q)
+        for work in (work for calls in self.tiles.works[index] for work in calls):
             rows, tokens = work.rows, work.q
             k, v = self.ulysses.expand(self.k[rows, work.k]), self.ulysses.expand(self.v[rows, work.k])
             args = (dout[rows, tokens], q[rows, tokens], k, v, out[rows, tokens], lse[rows, :, tokens])
             part_q, part_k, part_v = self.kernel.backward(*args, work.block, scale)
-            dq[rows, tokens] = part_q
+            dq.add(rows, tokens, part_q)
             self.dk[rows, work.k] += self.ulysses.contract(part_k)
             self.dv[rows, work.k] += self.ulysses.contract(part_v)
         own = self.tiles.joined[index]
-        return dq, self.dk[:, own.start : own.stop], self.dv[:, own.start : own.stop]
+        return dq.value(), self.dk[:, own.start : own.stop], self.dv[:, own.start : own.stop]
