@@ -784,3 +784,34 @@ def test_near_positions_have_the_models_own_bits(run_ranks: RunRanks) -> None:
 def test_tolerance_is_far_below_fp32() -> None:
     """Guards the constant that all of these tests lean on."""
     assert torch.finfo(torch.float32).eps / 100 > TOLERANCE
+
+
+def fit_case() -> tuple[list[int], list[int]]:
+    """Count the kernel's calls of a fit and of a step, and what is kept meanwhile."""
+    model = build("llama")
+    handle = longspan.prepare(model, dist.get_world_size(), memory=Memory(4, Keep.X_O))
+    calls = [0, 0]
+    kernel = type(handle.attend.kernel)
+    forward, backward = kernel.forward, kernel.backward
+
+    def counted(self: Any, *args: Any) -> Any:
+        calls[0] += 1
+        return forward(self, *args)
+
+    def counted_backward(self: Any, *args: Any) -> Any:
+        calls[1] += 1
+        return backward(self, *args)
+
+    part = handle.shard(Rows([[90]]).batch())
+    with patch.object(kernel, "forward", counted), patch.object(kernel, "backward", counted_backward):
+        with handle.fit():
+            model(**part).loss.backward()
+        fitted, calls[:] = list(calls), [0, 0]
+        model(**part).loss.backward()
+    return fitted, calls
+
+
+def test_fit_attends_in_a_few_calls_only(run_ranks: RunRanks) -> None:
+    for fitted, whole in run_ranks(2, fit_case):
+        assert fitted == [8, 8]
+        assert min(whole) > 16

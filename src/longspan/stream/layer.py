@@ -27,12 +27,15 @@ class StreamedCall(Protocol):
     """The part of a model's forward call that a streamed layer needs."""
 
     shard: Shard
-    attend: Attend
     memory: Memory
     compiler: Compiler | None
     segment: Segment | None
     balance: Balance | None
     names: frozenset[str]
+
+    def attend_in(self, layer: int) -> Attend:
+        """Return what a streamed layer attends with."""
+        ...
 
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence."""
@@ -107,6 +110,7 @@ class Streamed:
         )
 
     def _mixing(self, run: LayerRun, call: StreamedCall) -> Mixing:
+        attend = call.attend_in(self.index)
         if call.shard.layout.ring == 1:
-            return PrefixMixing(run, call.attend, call.shard.tiles, call.shard.layout.length)
-        return WholeMixing(run, call.attend, call.shard.schedule)
+            return PrefixMixing(run, attend, call.shard.tiles, call.shard.layout.length)
+        return WholeMixing(run, attend, call.shard.schedule)

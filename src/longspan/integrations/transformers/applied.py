@@ -57,6 +57,7 @@ class Applied:
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
         self.call: ForwardCall | None = None
         self.bypassed = False
+        self.fitting = False
         self.alone = not dist.is_initialized()
         self.compared = False
         self.settings: tuple[object, ...] = ()
@@ -209,6 +210,20 @@ class Applied:
             self.bypassed = False
             if self._replaced:
                 use_attention(self.model, NAME)
+
+    @contextmanager
+    def fit(self) -> Iterator[None]:
+        """Prove that a length fits, in a fraction of a step's time: attention runs in a few calls of the last layer.
+
+        Inside, all else is real: every buffer is allocated, every product computed, every tensor kept, moved and
+        rebuilt as in a step of that length. Loss and gradients are meaningless. Layers that keep their graph attend
+        as ever.
+        """
+        self.fitting = True
+        try:
+            yield
+        finally:
+            self.fitting = False
 
     def remove(self) -> None:
         """Give the model back as it was before `prepare`."""

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.attention.build import Attend
 from longspan.attention.call import Request
 from longspan.batch import CACHES, CONTEXT, Shard
 from longspan.errors import BatchError, ModelError, TopologyError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.objective import balance_loss, global_loss
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
+from longspan.kernels.fit import FitKernel
 from longspan.loss import Head, tiled_loss, token_logps
 from longspan.mesh import Mesh
 from longspan.stream.routing import Balance
@@ -46,9 +48,17 @@ class ForwardCall:
         self.shard, self.attend = shard, applied.attend
         self.memory, self.compiler = applied.memory, applied.compiler
         self.names, self.shift_labels, self.output = names, shift_labels, output
+        self.fitting, self.last = applied.fitting, len(applied.layers) - 1
         self.results: tuple[Tensor, ...] = ()  # what the head made
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
+
+    def attend_in(self, layer: int) -> Attend:
+        """Return what a streamed layer attends with."""
+        if not self.fitting:
+            return self.attend
+        calls = _FIT_CALLS if layer == self.last else 0
+        return Attend(self.attend.mesh, FitKernel(self.attend.kernel, calls))
 
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
@@ -62,6 +72,10 @@ class ForwardCall:
                     f"{expected[1]} tokens, heads, head_dim]."
                 )
         return self.attend(q, k, v, self.shard.schedule, request.scale)
+
+
+_FIT_CALLS = 8
+"""Real kernel calls of a fit, in forward and in backward of the last layer."""
 
 
 class Forward:
