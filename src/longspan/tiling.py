@@ -122,23 +122,58 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GradientSum:
-    """Add up the gradients of the same tensors over tiles, in float32 or wider."""
+    """Add up the gradients of the same tensors over tiles, in float32 or wider.
+
+    The last gradients wait as they came, so that adding them up and rounding the sum is one pass over memory, and a
+    single tile costs none.
+    """
 
     def __init__(self, count: int) -> None:
-        self.sums: list[Tensor | None] = [None] * count
+        self._totals: list[Tensor | None] = [None] * count
+        self._waiting: list[list[Tensor]] = [[] for _ in range(count)]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add one tile's gradients; None stands for a tensor that the tile did not use."""
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 continue
-            total = self.sums[i]
+            waiting = self._waiting[i]
+            if len(waiting) == (2 if self._totals[i] is None else 1):
+                self._settled(i)
+            waiting.append(gradient)
+
+    @property
+    def sums(self) -> list[Tensor | None]:
+        """The sums, float32 or wider, each in memory of its own; None for a tensor that no tile used."""
+        return [self._settled(i) for i in range(len(self._totals))]
+
+    def rounded(self, dtypes: Sequence[torch.dtype]) -> Iterator[Tensor | None]:
+        """Yield the sums in these dtypes, rounded once."""
+        for i, dtype in enumerate(dtypes):
+            total, waiting = self._totals[i], self._waiting[i]
+            if total is None and len(waiting) == 1:
+                yield waiting[0].to(dtype)
+            elif total is None and len(waiting) == 2 and waiting[0].dtype == waiting[1].dtype == dtype:
+                yield waiting[0] + waiting[1]  # computed in float32 or wider, whatever the dtype
+            elif total is not None and len(waiting) == 1:
+                yield torch.add(total, waiting[0], out=torch.empty_like(total, dtype=dtype))
+            else:
+                total = self._settled(i)
+                yield None if total is None else total.to(dtype)
+
+    def _settled(self, i: int) -> Tensor | None:
+        """Add what waits to the sum, and return it."""
+        total = self._totals[i]
+        for gradient in self._waiting[i]:
             if total is None:
                 # Autograd may return one tensor for two parameters; the sum is made in place, so it owns its memory.
                 wide = wide_dtype(gradient.dtype)
-                self.sums[i] = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+                total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
             else:
                 total.add_(gradient)
+        self._waiting[i].clear()
+        self._totals[i] = total
+        return total
 
 
 def scaled(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -216,3 +216,28 @@ def test_narrow_gradients_are_rounded_once(monkeypatch):
     exact = (gradient.double() * factor.double()).bfloat16()
     assert torch.equal(tiling.scaled(gradient, factor, torch.bfloat16), exact)
     assert not torch.equal(gradient * factor.bfloat16(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 7])
+def test_gradients_add_up_in_a_wide_dtype_and_are_rounded_once(tiles: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tiles)
+    gradients = [torch.randn(50, 3).to(dtype) for _ in range(tiles)]
+    kept = [gradient.clone() for gradient in gradients]
+    wanted = gradients[0].to(torch.promote_types(dtype, torch.float32))
+    for gradient in gradients[1:]:
+        wanted = wanted + gradient
+    for _ in range(2):
+        total = GradientSum(2)
+        for gradient in gradients:
+            total.add([gradient, None])
+        rounded, unused = total.rounded([dtype, dtype])
+        assert unused is None
+        assert rounded is not None
+        assert torch.equal(rounded, wanted.to(dtype))
+    for _ in range(2):  # reading the sums does not change them
+        whole, unused = total.sums
+        assert unused is None
+        assert whole is not None
+        assert torch.equal(whole, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, kept, strict=True))

@@ -374,5 +374,4 @@ class StreamedLayer(torch.autograd.Function):
         gradients = Gradients(state.x, dy, ctx.parameters, ctx.needs_input_grad[2], d_choices[:1])
         with private_graph(ctx.parameters):
             run.mixing.backward(state.x, state.kept, state.keep, gradients)
-        sums = (None if g is None else g.to(p.dtype) for g, p in zip(gradients.sums.sums, ctx.parameters, strict=True))
-        return None, None, gradients.dx, *sums
+        return None, None, gradients.dx, *gradients.sums.rounded([p.dtype for p in ctx.parameters])
