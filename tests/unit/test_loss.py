@@ -260,12 +260,12 @@ def loses_a_gradient(monkeypatch):
 
 
 def keeps_the_last_tile(monkeypatch):
-    monkeypatch.setattr(tiling.GradientSum, "add", lambda self, gs: setattr(self, "sums", list(gs)))
+    monkeypatch.setattr(tiling.GradientSum, "add", lambda self, gs: setattr(self, "_totals", list(gs)))
 
 
 def shares_memory(monkeypatch):
     def add(self, gradients):
-        self.sums = [g if s is None else s.add_(g) for s, g in zip(self.sums, gradients, strict=True)]
+        self._totals = [g if s is None else s.add_(g) for s, g in zip(self._totals, gradients, strict=True)]
 
     monkeypatch.setattr(tiling.GradientSum, "add", add)
 

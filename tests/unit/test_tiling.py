@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from longspan import tiling
 from longspan.errors import TrainingError
 from longspan.loss import Head, LossOptions, tiled_loss, token_logps
+from longspan.tiling import GradientSum
 
 N, D, V = 64, 5, 33
 REDUCTIONS = ["sum", "mean", "none"]
