@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from longspan.comm.pending import Pending
@@ -170,8 +169,8 @@ class _Exchange:
         most = (self.link.slot_bytes - slack) // row_bytes
         if most < 1:
             raise BatchError(
-                f"One token of {self.batch} rows is {row_bytes} bytes to exchange, more than the {self.link.slot_bytes} "
-                "bytes of a slot; use smaller batches."
+                f"One token of {self.batch} rows is {row_bytes} bytes to exchange, more than the "
+                f"{self.link.slot_bytes} bytes of a slot; use smaller batches."
             )
         start, size = 0, max(1, most // 8)
         while start < self.tokens:
@@ -194,9 +193,7 @@ class _Exchange:
         return [
             (view, block[:, at.start - chunk.start : at.stop - chunk.start])
             for other in self._others()
-            for i, block in enumerate(
-                self._blocks(self.link.slot(other, number), other, self.rank, totals, len(chunk))
-            )
+            for i, block in enumerate(self._blocks(self.link.slot(other, number), other, self.rank, totals, len(chunk)))
             for at, view in self.destination(i, other, chunk)
         ]
 

@@ -136,7 +136,6 @@ class _Place:
 
 def allocate_symmetric(size: int, device: torch.device) -> Tensor:
     """Return memory of its own that other processes can map, uint8 [size]."""
-    import torch.distributed._symmetric_memory  # noqa: F401  (registers the allocator)
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
@@ -180,7 +179,7 @@ class SymmetricLink:
         """See `Link.slot`."""
         return self.buffers[rank][number]
 
-    def stage(self, after: Sequence[torch.cuda.Event], copies: Sequence[Copy]) -> torch.cuda.Event:
+    def stage(self, after: Sequence[Any], copies: Sequence[Copy]) -> Any:
         """Copy on the current stream, by kernels: they take any strides at full bandwidth."""
         stream = torch.cuda.current_stream(self.memory.device)
         for mark in after:
@@ -189,7 +188,7 @@ class SymmetricLink:
             copy(destination, source)
         return stream.record_event()
 
-    def meet(self, after: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
+    def meet(self, after: Sequence[Any]) -> Any:
         """See `Link.meet`."""
         for mark in after:
             self.meeting.wait_event(mark)
@@ -197,7 +196,7 @@ class SymmetricLink:
             self.handle.barrier(_CHANNEL, _TIMEOUT_MS)
         return self.meeting.record_event()
 
-    def fetch(self, after: Sequence[torch.cuda.Event], copies: Sequence[Copy]) -> torch.cuda.Event:
+    def fetch(self, after: Sequence[Any], copies: Sequence[Copy]) -> Any:
         """See `Link.fetch`."""
         for mark in after:
             self.fetching.wait_event(mark)
@@ -205,11 +204,11 @@ class SymmetricLink:
             self.runtime.copy(destination, source, self.fetching.cuda_stream)
         return self.fetching.record_event()
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def wait(self, mark: Any) -> None:
         """See `Link.wait`."""
         torch.cuda.current_stream(self.memory.device).wait_event(mark)
 
-    def passed(self, mark: torch.cuda.Event) -> bool:
+    def passed(self, mark: Any) -> bool:
         """See `Link.passed`."""
         return mark.query()
 
@@ -274,14 +273,21 @@ def _runtime_path() -> str:
 
 
 def _compare(copier: CopyEngine, axis: Axis, slots: int, device: torch.device) -> None:
-    """Raise if some exchange differs from a collective's."""
+    """Raise if some exchange differs from a collective's, once all have ended: other ranks may see no difference."""
+    different = set()
     for dtype in (torch.bfloat16, torch.float32):
         flying = [_exchanges(copier, axis, slots + 2 + number, dtype, device) for number in range(slots + 2)]
         for there, back in flying:
             for name, pair in (("heads", there), ("tokens", back)):
                 found, true = (pending.wait() for pending in pair)
-                if not all(torch.equal(a.view(torch.int8), b.contiguous().view(torch.int8)) for a, b in zip(found, true, strict=True)):
-                    raise RuntimeError(f"an exchange to {name} by copy engines differs from the collective's")
+                if not all(_same_bits(a, b) for a, b in zip(found, true, strict=True)):
+                    different.add(name)
+    if different:
+        raise RuntimeError(f"an exchange to {' and to '.join(sorted(different))} differs from the collective's")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _exchanges(copier: CopyEngine, axis: Axis, seed: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
