@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import Rows
 from pool import RunRanks
 from shared_link import SharedLink, equipped
@@ -17,6 +18,7 @@ from test_attend import Case, cases, errors, wrong
 from test_parity import Errors, exact, worst
 from test_stream import streamed_errors
 
+from longspan.comm import symmetric
 from longspan.comm.copy_engine import CopyEngine
 from longspan.comm.exchange import to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
@@ -75,6 +77,44 @@ def test_one_rank_with_a_wrong_byte_stops_all(run_ranks: RunRanks, tmp_path: Pat
 def test_what_fails_is_told_in_one_line(run_ranks: RunRanks, tmp_path: Path) -> None:
     for works, why, _ in run_ranks(2, prove, 2, str(tmp_path), Failing):
         assert (works, why) == (False, "OSError: no copies today (rank 0)")
+
+
+class Place:
+    """Stands in for what a rank knows of its GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def told(self) -> int:
+        return dist.get_rank()
+
+    def problem(self, places: Sequence[int]) -> str | None:
+        return None if list(places) == [0, 1, 2] else f"unexpected {places}"
+
+
+def build(fails: str, folder: str) -> tuple[bool, str | None]:
+    """Build a copy engine with one step failing on rank 2 alone."""
+
+    def step(name: str, result: Any) -> Any:
+        if name == fails and dist.get_rank() == 2:
+            raise RuntimeError(f"cannot {name}")
+        return result
+
+    axis = mesh_of(3).ulysses
+    with (
+        patch.object(symmetric, "_Place", Place),
+        patch.object(symmetric, "allocate_symmetric", lambda size, device: step("allocate", torch.empty(size))),
+        patch.object(symmetric, "SymmetricLink", lambda *_: step("connect", SharedLink(axis, folder))),
+    ):
+        copier, why = symmetric._build(axis, CPU, 1024)
+    return copier is not None, why
+
+
+def test_a_step_that_fails_on_one_rank_is_given_up_on_all(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(3, build, "nothing", str(tmp_path)) == [(True, None)] * 3
+    for name in ("allocate", "connect"):
+        told = (False, f"RuntimeError: cannot {name} (rank 2)")
+        assert run_ranks(3, build, name, str(tmp_path)) == [told] * 3
 
 
 def unequal(ulysses: int, folder: str) -> list[str]:
