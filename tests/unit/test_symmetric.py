@@ -129,6 +129,25 @@ def test_copies_in_larger_units_are_copies(data: st.DataObject) -> None:
     assert torch.equal(whole, true)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[..., :6],
+        lambda t: t[..., 1:9],
+        lambda t: t[..., ::2],
+        lambda t: t.transpose(1, 2),
+        lambda t: t.view(-1)[3:].as_strided((4, 8), (9, 1)),
+    ],
+    ids=["dim", "offset", "every other", "transposed", "stride"],
+)
+def test_views_that_no_larger_unit_divides_are_copied_as_they_are(view: Any) -> None:
+    whole, other = torch.zeros(3, 16, 16, dtype=torch.bfloat16), torch.rand(3, 16, 16).to(torch.bfloat16)
+    true = whole.clone()
+    view(true).copy_(view(other))
+    copy(view(whole), view(other))
+    assert torch.equal(whole, true)
+
+
 def test_dense_heads_are_copied_sixteen_bytes_at_a_time() -> None:
     to, start = torch.zeros(1, 5, 4, 64, dtype=torch.bfloat16), torch.ones(1, 5, 2, 64, dtype=torch.bfloat16)
     used: list[Any] = []
