@@ -71,7 +71,7 @@ class CopyEngine:
     The host waits for nothing.
 
     The tensors returned are ordinary memory of the caller's, and belong to the caller after `wait`; what is sent may
-    be freed or overwritten as soon as the exchange has been started.
+    be freed or overwritten as soon as the exchange has been started. Both ends are on one stream of the caller's.
 
     Cost: what goes to other ranks is read and written once on the caller's queue and fetched once; what stays is copied
     once. Small meetings: one per chunk.
