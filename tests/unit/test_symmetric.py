@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from longspan.comm import exchange, symmetric
 from longspan.comm.exchange import copy
 from longspan.comm.symmetric import Runtime, problem_of
+from longspan.mesh import Axis
 
 
 class Library:
@@ -158,3 +160,78 @@ def test_dense_heads_are_copied_sixteen_bytes_at_a_time() -> None:
         copy(to[:, :, 1:3], start.float())
     assert used == [torch.complex128, torch.bfloat16, torch.bfloat16]
     assert exchange._UNITS[0].itemsize == 16
+
+
+class Stream:
+    """Records what is asked of a CUDA stream."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.cuda_stream = log, name, 7
+        self.events = 0
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.events += 1
+        return f"{self.name} {self.events}"
+
+    def synchronize(self) -> None:
+        self.log.append(f"{self.name} ends")
+
+
+class Handle:
+    """Stands in for the symmetric memory of two ranks."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.memory = log, torch.zeros(2, 3, 1024, dtype=torch.uint8)
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.memory[rank].view(sizes).view(dtype)
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        assert timeout_ms >= 10 * 60 * 1000
+        self.log.append(f"barrier {channel}")
+
+
+def test_each_queue_is_a_stream_and_only_fetches_take_the_copy_engines() -> None:
+    log: list[str] = []
+    library = Library()
+    used = runtime(library)
+    streams = [Stream(log, name) for name in ("meeting", "fetching", "own")]
+    axis = Axis(2, 0, (0, 1), group=cast(Any, "group"))
+    handle = Handle(log)
+    with (
+        patch.object(symmetric, "Runtime", lambda: used),
+        patch("torch.distributed._symmetric_memory.rendezvous", lambda memory, group: handle),
+        patch.object(torch.cuda, "current_stream", lambda device: streams[2]),
+        patch.object(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"on {stream.name}"))),
+    ):
+        made = iter(streams)
+        with patch.object(torch.cuda, "Stream", lambda device, priority: next(made)):
+            link = symmetric.SymmetricLink(torch.zeros(3 * 1024, dtype=torch.uint8), 3, axis)
+        assert len(library.calls) == 2, "every rank's memory was tried"
+        handle.rank = 1
+        with pytest.raises(RuntimeError, match="another order"):
+            symmetric.SymmetricLink(torch.zeros(3 * 1024, dtype=torch.uint8), 3, axis)
+        log.clear()
+        library.calls.clear()
+        to, start = torch.zeros(1, 4, 2, 8), torch.ones(1, 4, 2, 8)
+        staged = link.stage(["a"], [(to, start)])
+        met = link.meet([staged, "b"])
+        fetched = link.fetch([met], [(start, to)])
+        link.wait(fetched)
+    assert torch.equal(to, start), "staging is done by torch"
+    assert library.calls == [(start.data_ptr(), 256, to.data_ptr(), 256, 256, 1, 4, 7)]
+    assert (link.slot_bytes, link.slot(1, 2).data_ptr()) == (1024, handle.memory[1, 2].data_ptr())
+    assert log == [
+        "own waits for a",
+        "meeting waits for own 1",
+        "meeting waits for b",
+        "on meeting",
+        "barrier 0",
+        "fetching waits for meeting 1",
+        "own waits for fetching 1",
+    ]
