@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longspan.attention.build import attend
+    from longspan.attention.schedule import Schedule
     from longspan.integrations.transformers.prepare import prepare
     from longspan.layout import Layout
     from longspan.loss import reduce_loss, tiled_loss, token_logps
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Layout": "longspan.layout",
     "Mask": "longspan.mask",
+    "Schedule": "longspan.attention.schedule",
     "attend": "longspan.attention.build",
     "prepare": "longspan.integrations.transformers.prepare",
     "reduce_loss": "longspan.loss",
@@ -24,7 +26,7 @@ _HOMES = {
     "token_logps": "longspan.loss",
 }
 
-__all__ = ["Layout", "Mask", "attend", "prepare", "reduce_loss", "tiled_loss", "token_logps"]
+__all__ = ["Layout", "Mask", "Schedule", "attend", "prepare", "reduce_loss", "tiled_loss", "token_logps"]
 
 
 def __getattr__(name: str) -> Any:

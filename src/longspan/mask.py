@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from longspan.errors import BatchError
 from longspan.layout import Piece
@@ -90,6 +91,8 @@ class Mask:
         Returns:
             Calls that cover each visible pair once; empty when nothing is visible. Rows that hold one document each
             share a call.
+
+        Cost: O(documents with tokens on both sides), and O(log of all documents) per piece.
         """
         if not self.packed:
             return tuple(self._row(slice(None), (0,), q, k))
@@ -100,7 +103,14 @@ class Mask:
     def _row(self, rows: slice, starts: Sequence[int], q: Sequence[Piece], k: Sequence[Piece]) -> Iterator[Work]:
         """Yield the calls of rows with these documents."""
         squares: list[_Call] = []
-        for start, stop in pairwise([*starts, self.length]):
+        shared = _shared(q, k)
+        for number in _numbers(starts, q, k):
+            start, stop = starts[number], starts[number + 1] if number + 1 < len(starts) else self.length
+            whole = [(at, from_k) for first, last, at, from_k in shared if first <= start and stop <= last]
+            if whole:
+                at, from_k = start + whole[0][0], start + whole[0][1]
+                squares.append(_Call((at, at + stop - start), (from_k, from_k + stop - start), True))
+                continue
             document = Piece(start, stop)
             for call in _document(_held(q, document), _held(k, document)):
                 if call.square:
@@ -116,8 +126,7 @@ class Mask:
                 yield Work(rows, span_q, span_k, Block(True, cu, cu))
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """Positions in the tensors at hand: queries `q` see keys `k`, causally (bottom-right) or all of them."""
 
     q: tuple[int, int]
@@ -129,15 +138,42 @@ class _Call:
         return self.causal and self.q[1] - self.q[0] == self.k[1] - self.k[0]
 
 
+def _numbers(starts: Sequence[int], q: Sequence[Piece], k: Sequence[Piece]) -> Iterator[int]:
+    """Yield the number of each document that has a token among the queries and one among the keys, ascending."""
+    for some in _met(starts, q):
+        for others in _met(starts, k):
+            both = some.meet(others)
+            if both is not None:
+                yield from range(both.start, both.stop)
+
+
+def _met(starts: Sequence[int], pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Yield ranges of numbers of the documents that have a token in ascending pieces, each document once."""
+    following = 0
+    for piece in pieces:
+        first = max(following, bisect_right(starts, piece.start) - 1)
+        following = max(following, bisect_left(starts, piece.stop))
+        yield Piece(first, following)
+
+
+def _shared(q: Sequence[Piece], k: Sequence[Piece]) -> list[tuple[int, int, int, int]]:
+    """Return the pieces that are in both: first and last token, and what leads from a token to its positions."""
+    at_k = dict(_shifts(k))
+    return [(piece.start, piece.stop, shift, at_k[piece]) for piece, shift in _shifts(q) if piece in at_k]
+
+
+def _shifts(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
+    """Yield each piece with the position of its first token less that token."""
+    offset = 0
+    for piece in pieces:
+        yield piece, offset - piece.start
+        offset += len(piece)
+
+
 def _held(pieces: Sequence[Piece], document: Piece) -> list[tuple[Piece, int]]:
     """Return the parts of `pieces` inside a document, each with its position in the tensor that holds the pieces."""
-    parts, offset = [], 0
-    for piece in pieces:
-        both = piece.meet(document)
-        if both is not None:
-            parts.append((both, offset + both.start - piece.start))
-        offset += len(piece)
-    return parts
+    met = [(piece.meet(document), shift) for piece, shift in _shifts(pieces)]
+    return [(both, both.start + shift) for both, shift in met if both is not None]
 
 
 def _document(q: list[tuple[Piece, int]], k: list[tuple[Piece, int]]) -> Iterator[_Call]:

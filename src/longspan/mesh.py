@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,15 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from longspan.errors import TopologyError
 from longspan.plan.degrees import Degrees
 
+if TYPE_CHECKING:
+    from longspan.comm.copy_engine import CopyEngine
+
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this process sees it. `ranks` are global; `group` is None when the axis has one rank."""
+    """One mesh axis as this process sees it.
+
+    `ranks` are global; `group` is None when the axis has one rank. With a `copier`, heads are exchanged by copy engines
+    in place of collectives.
+    """
 
     size: int = 1
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
+    copier: CopyEngine | None = field(default=None, compare=False, repr=False)
 
     def peer(self, offset: int) -> int:
         """Return the global rank of the neighbour `offset` steps further on, around the ring."""

@@ -20,6 +20,7 @@ from longspan import Layout, Mask, attend
 from longspan.attention import ulysses as ulysses_module
 from longspan.attention.ring import Ring
 from longspan.attention.ulysses import Ulysses
+from longspan.comm.ring import Packet
 from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees
 from pool import RunRanks
@@ -118,6 +119,18 @@ def wrong(results: list[list[dict[str, float]]], wanted: list[Case]) -> list[tup
 def test_attention_is_exact(run_ranks: RunRanks, ulysses: int, ring: int, kernel: str) -> None:
     wanted = [case for h, k in HEADS if ulysses <= h for case in cases(h, k, kernel)]
     assert not wrong(run_ranks(ulysses * ring, run_cases, ulysses, ring, wanted), wanted)
+
+
+def packings(ring: int) -> list[int]:
+    """Count how often a forward and backward copies tensors into a packet."""
+    mesh = build_mesh(data_parallel_ranks(ring, None), Degrees(1, ring, ""), "cpu")
+    with patch.object(Packet, "of", side_effect=Packet.of) as packed:
+        found = errors(Case(4, 2, 63), mesh)
+    return [packed.call_count, sum(error > TOLERANCE for error in found.values())]
+
+
+def test_keys_and_gradients_are_packed_once_and_travel_as_they_are(run_ranks: RunRanks) -> None:
+    assert run_ranks(4, packings, 4) == [[3, 0]] * 4, "k and v in either direction, dk and dv"
 
 
 def block_lse(replaced: str) -> Callable[[Mesh], Any]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspan import mask as mask_module
 from longspan.attention.schedule import Schedule
 from longspan.errors import BatchError
 from longspan.layout import Layout, Piece
 from longspan.mask import Block, Mask, Work
+from longspan.stream.prefix import Tiles
 
 
 def visible(mask: Mask, rows: int) -> np.ndarray:
@@ -127,6 +132,27 @@ def test_zigzag_steps_are_the_two_classical_halves() -> None:
     first, second = (Schedule.of(Mask(16), layout, rank).steps[1] for rank in range(2))
     assert [(w.q, w.k, w.block.causal) for w in first] == [(slice(4, 8), slice(0, 8), False)]
     assert [(w.q, w.k, w.block.causal) for w in second] == [(slice(0, 8), slice(0, 4), False)]
+
+
+def test_tiles_take_time_for_their_own_documents_only() -> None:
+    """100,000 tokens, 5,000 documents, 64 tiles: a look at every document from every tile would be 320,000 looks."""
+    length, tiles = 102400, 64
+    starts = tuple(sorted({0, *np.random.default_rng(0).choice(length, 4999, replace=False).tolist()}))
+    mask, step = Mask(length, (starts,)), length // tiles // 2
+    seen = []
+    real = mask_module._numbers
+
+    def counted(*args: Any) -> list[int]:
+        seen.append(list(real(*args)))
+        return seen[-1]
+
+    with patch.object(mask_module, "_numbers", counted):
+        made = Tiles.of(mask, [Piece(a, a + step) for a in range(0, length // 2, step)], 2)
+    assert len(made.works) == tiles
+    assert len(starts) <= sum(map(len, seen)) <= len(starts) + tiles
+    began = time.process_time()
+    Tiles.of(mask, made.local, 2)
+    assert time.process_time() - began < 0.5
 
 
 def test_several_rows_of_one_document_each_share_a_call() -> None:

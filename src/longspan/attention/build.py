@@ -57,6 +57,7 @@ def attend(
     mesh: Mesh,
     *,
     layout: Layout | None = None,
+    schedule: Schedule | None = None,
     kernel: str = "auto",
     scale: float | None = None,
 ) -> Tensor:
@@ -67,6 +68,8 @@ def attend(
         mask: who sees whom; its length is the padded row length S.
         mesh: the axes, as `prepare` returns them in `handle.mesh`.
         layout: how rows were divided; None stands for `Layout(mask.length, ring, ulysses)`.
+        schedule: `Schedule.of(mask, layout, mesh.ring.rank)`, made once for all layers of a micro-batch and in place of
+            `layout`; None makes one for this call.
         kernel: `auto`, one of longspan's kernels, or a Hugging Face attention name.
         scale: factor on q k^T; None for D ** -0.5.
 
@@ -79,10 +82,17 @@ def attend(
         TopologyError: the layout is for another mesh, or a rank would be left without a query head.
     """
     if layout is None:
-        layout = Layout(mask.length, mesh.ring.size, mesh.ulysses.size)
+        layout = schedule.layout if schedule else Layout(mask.length, mesh.ring.size, mesh.ulysses.size)
     _check_operands(q, k, v, mask, layout, mesh)
+    if schedule is None:
+        schedule = Schedule.of(mask, layout, mesh.ring.rank)
+    elif (schedule.mask, schedule.layout, schedule.ring_rank) != (mask, layout, mesh.ring.rank):
+        raise BatchError(
+            f"The schedule was made for another mask, layout or rank: rows of {schedule.layout.length} tokens and ring "
+            f"rank {schedule.ring_rank}, here {layout.length} and {mesh.ring.rank}. Make it with "
+            "Schedule.of(mask, layout, mesh.ring.rank)."
+        )
     request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], varlen=mask.packed, bottom_right=False)
-    schedule = Schedule.of(mask, layout, mesh.ring.rank)
     return Attend(mesh, pick(kernel, request))(q, k, v, schedule, q.shape[-1] ** -0.5 if scale is None else scale)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longspan.attention.merge import Merged, Sum
 from longspan.attention.schedule import Schedule
-from longspan.comm.ring import shift
+from longspan.comm.ring import Packet, shift
 from longspan.kernels.protocol import Kernel
 from longspan.mesh import Axis
 
@@ -35,18 +35,20 @@ class Ring:
         Returns:
             out [B, S/r, H, Dv] in q's dtype, lse [B, H, S/r] in fp32 or wider.
 
-        Cost: r - 1 shifts of k and v, each under the compute of one step.
+        Cost: r - 1 shifts of k and v, each under the compute of one step; one copy, to pack them.
         """
         merged = Merged(q.shape[:-1] + v.shape[-1:], q.dtype)
+        packet = self._pack(k, v)
         for step, works in enumerate(schedule.steps):
-            coming = shift([k, v], self.axis) if step + 1 < self.axis.size else None
+            coming = shift(packet, self.axis) if packet and step + 1 < self.axis.size else None
             for work in works:
                 part = self.kernel.forward(
                     q[work.rows, work.q], k[work.rows, work.k], v[work.rows, work.k], work.block, scale
                 )
                 (merged.first if step == 0 else merged.add)(work.rows, work.q, *part)
             if coming is not None:
-                k, v = coming.wait()
+                packet = coming.wait()
+                k, v = packet.tensors
         return merged.result()
 
     def backward(
@@ -58,12 +60,14 @@ class Ring:
             dout: [B, S/r, H, Dv].
             saved: q, k, v, out and lse of `forward`.
 
-        Cost: r - 1 shifts of k and v, and r shifts of dk and dv in fp32, which follow their keys around the ring.
+        Cost: r - 1 shifts of k and v, and r shifts of dk and dv in fp32, which follow their keys around the ring, each
+            rank adding its share to the packet that it hands on.
         """
         q, k, v, out, lse = saved
         dq, arriving = Sum(q), None
+        packet = self._pack(k, v)
         for step, works in enumerate(schedule.steps):
-            coming = shift([k, v], self.axis) if step + 1 < self.axis.size else None
+            coming = shift(packet, self.axis) if packet and step + 1 < self.axis.size else None
             dk, dv = Sum(k), Sum(v)
             for work in works:
                 rows, tokens = work.rows, work.q
@@ -82,11 +86,19 @@ class Ring:
                 dv.add(rows, work.k, parts[2])
             if self.axis.size == 1:
                 return dq.value(), dk.value(), dv.value()
-            everything = slice(None)
-            for total, part in zip((dk, dv), arriving.wait() if arriving else (), strict=False):
-                total.add(everything, everything, part)
-            arriving = shift([dk.wide(), dv.wide()], self.axis)
+            if arriving is None:
+                gradients = Packet.of([dk.wide(), dv.wide()])
+            else:
+                gradients = arriving.wait()
+                for total, share in zip(gradients.tensors, (dk, dv), strict=True):
+                    if works:
+                        total += share.value()
+            arriving = shift(gradients, self.axis)
             if coming is not None:
-                k, v = coming.wait()
+                packet = coming.wait()
+                k, v = packet.tensors
         assert arriving is not None
-        return (dq.value(), *arriving.wait())  # type: ignore[return-value]
+        return (dq.value(), *arriving.wait().tensors)  # type: ignore[return-value]
+
+    def _pack(self, k: Tensor, v: Tensor) -> Packet | None:
+        return Packet.of([k, v]) if self.axis.size > 1 else None

@@ -14,15 +14,18 @@ class Schedule:
     """Kernel calls of one ring rank: `steps[s]` are those on the keys that started out on rank `ring_rank - s`.
 
     Step 0 covers each query token in exactly one call, as every token sees itself. `parts` are the ranges of a shard
-    that Ulysses ranks hold interleaved.
+    that Ulysses ranks hold interleaved. `mask`, `layout` and `ring_rank` are what it was made for.
     """
 
+    mask: Mask
+    layout: Layout
+    ring_rank: int
     steps: tuple[tuple[Work, ...], ...]
-    parts: tuple[Piece, ...] = ()
+    parts: tuple[Piece, ...]
 
     @classmethod
     def of(cls, mask: Mask, layout: Layout, ring_rank: int) -> Schedule:
-        """Work out the steps. Cost: O(ring degree x documents of the row), pure.
+        """Work out the steps. Cost: O(documents of the row + ring degree x log), pure.
 
         Raises:
             BatchError: mask and layout describe rows of different lengths.
@@ -33,4 +36,4 @@ class Schedule:
         steps = tuple(
             mask.work(mine, layout.ring_pieces((ring_rank - step) % layout.ring)) for step in range(layout.ring)
         )
-        return cls(steps, layout.tiles())
+        return cls(mask, layout, ring_rank, steps, layout.tiles())

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.comm.exchange import to_heads, to_tokens
+from longspan.comm.exchange import Heads, to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
-from longspan.comm.pending import Pending, together
+from longspan.comm.pending import Pending
 from longspan.kernels.protocol import wide
 from longspan.layout import Piece
 from longspan.mesh import Axis
@@ -24,8 +24,8 @@ class Ulysses:
     to each of them, and its gradients are added up in fp32 or wider.
 
     Args:
-        parts: token ranges of a rank's shard that are interleaved with those of the other ranks; exchanging part by
-            part puts the row in order. Empty when ranks hold contiguous tokens.
+        parts: token ranges of a rank's shard that are interleaved with those of the other ranks; the exchange puts the
+            row in order. Empty when ranks hold contiguous tokens.
 
     Source: Jacobs et al., DeepSpeed-Ulysses (2023); uneven, replicated and interleaved exchanges are ours.
     """
@@ -57,18 +57,11 @@ class Ulysses:
         back = self._to_tokens([dq, dk, dv], [query, key, key])
         return back.then(lambda parts: (parts[0], self._join(parts[1]), self._join(parts[2])))
 
-    def _to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[range]]) -> Pending[list[Tensor]]:
-        if len(self.parts) < 2 or self.axis.size == 1:
-            return to_heads(tensors, heads, self.axis)
-        cuts = [to_heads([t[:, p.start : p.stop] for t in tensors], heads, self.axis) for p in self.parts]
-        return together(cuts, _joined)
+    def _to_heads(self, tensors: Sequence[Tensor], heads: Heads) -> Pending[list[Tensor]]:
+        return to_heads(tensors, heads, self.axis, self.parts)
 
-    def _to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Sequence[range]]) -> Pending[list[Tensor]]:
-        if len(self.parts) < 2 or self.axis.size == 1:
-            return to_tokens(tensors, heads, self.axis)
-        u = self.axis.size
-        cuts = [to_tokens([t[:, p.start * u : p.stop * u] for t in tensors], heads, self.axis) for p in self.parts]
-        return together(cuts, _joined)
+    def _to_tokens(self, tensors: Sequence[Tensor], heads: Heads) -> Pending[list[Tensor]]:
+        return to_tokens(tensors, heads, self.axis, self.parts)
 
     def expand(self, kv: Tensor) -> Tensor:
         """Repeat KV heads, one per query head, where the query heads of this rank do not share them evenly."""
@@ -87,11 +80,6 @@ class Ulysses:
         if dkv.shape[2] == self.split.kv_heads:
             return dkv
         return _gather_heads(dkv, list(self.split.replicas()), self.split.kv_heads)
-
-
-def _joined(cuts: list[list[Tensor]]) -> list[Tensor]:
-    """Join the exchanged parts of each tensor, in token order."""
-    return [torch.cat(cut, 1) for cut in zip(*cuts, strict=True)]
 
 
 def _gather_heads(dkv: Tensor, heads: list[int], count: int) -> Tensor:

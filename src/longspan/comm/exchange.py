@@ -1,4 +1,4 @@
-"""The Ulysses exchange: tokens of all heads to all tokens of some heads, and back, in one all-to-all."""
+"""The Ulysses exchange: tokens of all heads to all tokens of some heads, and back, all tensors travelling together."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.comm.pending import Pending
+from longspan.layout import Piece
 from longspan.mesh import Axis
 
+Heads = Sequence[Sequence[range]]
+"""For each tensor of an exchange and each rank of the axis, the heads that rank works on."""
 
-def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: Axis) -> Pending[list[Tensor]]:
+_UNITS = (torch.complex128, torch.int64, torch.int32)
+
+
+def to_heads(tensors: Sequence[Tensor], heads: Heads, axis: Axis, parts: Sequence[Piece] = ()) -> Pending[list[Tensor]]:
     """Start exchanging a part of the tokens with all heads for all tokens with a part of the heads.
 
     Args:
-        tensors: [B, s, H_i, D_i] each, for example q, k and v; they travel together.
-        heads: for each tensor and each rank of the axis, the heads that rank works on.
+        tensors: [B, s, H_i, D_i] each, of one dtype, for example q, k and v.
+        parts: ranges of the s tokens that are interleaved with those of the other ranks; empty for one of them all.
 
     Returns:
-        [B, s * size, h_i, D_i] each, tokens in rank order; views of one buffer, last dim contiguous.
+        [B, s * size, h_i, D_i] each: for each part, its tokens in rank order; last dim contiguous.
 
-    Cost: one all-to-all; one copy to lay the heads out by destination, and one more when B > 1.
+    Cost: with the axis's copy engines see `CopyEngine`. Else one all-to-all; one copy to lay the heads out by
+        destination, and one more when rows or parts are several.
     """
     if axis.size == 1:
         return Pending([], lambda: list(tensors))
+    if axis.copier is not None:
+        return axis.copier.to_heads(tensors, heads, parts)
     batch, tokens = tensors[0].shape[:2]
     dims = [t.shape[-1] for t in tensors]
     widths = [sum(len(h[j]) * d for h, d in zip(heads, dims, strict=True)) for j in range(axis.size)]
@@ -34,7 +43,7 @@ def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: 
     for j, part in enumerate(sent.split([rows * w for w in widths])):
         runs = part.view(batch, tokens, widths[j]).split([len(h[j]) * d for h, d in zip(heads, dims, strict=True)], -1)
         for run, t, h in zip(runs, tensors, heads, strict=True):
-            run.unflatten(-1, (len(h[j]), t.shape[-1])).copy_(t[:, :, h[j].start : h[j].stop])
+            copy(run.unflatten(-1, (len(h[j]), t.shape[-1])), t[:, :, h[j].start : h[j].stop])
     width = widths[axis.rank]
     received = sent.new_empty(axis.size * rows * width)
     request = dist.all_to_all_single(
@@ -42,7 +51,7 @@ def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: 
     )
 
     def finish() -> list[Tensor]:
-        joined = received.view(axis.size, batch, tokens, width).transpose(0, 1).reshape(batch, -1, width)
+        joined = _joined(received.view(axis.size, batch, tokens, width), parts)
         counts = [len(h[axis.rank]) for h in heads]
         runs = joined.split([n * d for n, d in zip(counts, dims, strict=True)], -1)
         return [run.unflatten(-1, (n, d)) for run, n, d in zip(runs, counts, dims, strict=True)]
@@ -50,21 +59,25 @@ def to_heads(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: 
     return Pending([request], finish, sent)
 
 
-def to_tokens(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis: Axis) -> Pending[list[Tensor]]:
+def to_tokens(
+    tensors: Sequence[Tensor], heads: Heads, axis: Axis, parts: Sequence[Piece] = ()
+) -> Pending[list[Tensor]]:
     """Start undoing `to_heads`: a part of the tokens with the heads of every rank for all tokens with some heads.
 
     Args:
-        tensors: [B, s * size, h_i, D_i] each.
-        heads: as for `to_heads`.
+        tensors: [B, s * size, h_i, D_i] each, of one dtype.
+        parts: as for `to_heads`.
 
     Returns:
         [B, s, sum of h_i over ranks, D_i] each, heads in rank order; a head that several ranks worked on appears once
         for each of them.
 
-    Cost: one all-to-all and two copies.
+    Cost: with the axis's copy engines see `CopyEngine`. Else one all-to-all and two copies.
     """
     if axis.size == 1:
         return Pending([], lambda: list(tensors))
+    if axis.copier is not None:
+        return axis.copier.to_tokens(tensors, heads, parts)
     batch, tokens = tensors[0].shape[0], tensors[0].shape[1] // axis.size
     dims = [t.shape[-1] for t in tensors]
     widths = [sum(len(h[j]) * d for h, d in zip(heads, dims, strict=True)) for j in range(axis.size)]
@@ -72,19 +85,64 @@ def to_tokens(tensors: Sequence[Tensor], heads: Sequence[Sequence[range]], axis:
     sent = tensors[0].new_empty(axis.size, batch, tokens, width)
     runs = sent.split([len(h[axis.rank]) * d for h, d in zip(heads, dims, strict=True)], -1)
     for run, t in zip(runs, tensors, strict=True):
-        run.unflatten(-1, t.shape[2:]).copy_(t.unflatten(1, (axis.size, tokens)).transpose(0, 1))
+        for part in parts or [Piece(0, tokens)]:
+            spread = t[:, part.start * axis.size : part.stop * axis.size].unflatten(1, (axis.size, len(part)))
+            copy(run[:, :, part.start : part.stop].unflatten(-1, t.shape[2:]), spread.transpose(0, 1))
     received = sent.new_empty(rows * sum(widths))
     request = dist.all_to_all_single(
         received, sent.view(-1), [rows * w for w in widths], [rows * width] * axis.size, axis.group, async_op=True
     )
 
     def finish() -> list[Tensor]:
-        parts = [part.view(batch, tokens, -1) for part in received.split([rows * w for w in widths])]
+        blocks = [block.view(batch, tokens, -1) for block in received.split([rows * w for w in widths])]
         result, start = [], [0] * axis.size
         for h, d in zip(heads, dims, strict=True):
-            cuts = [part[..., a : a + len(h[j]) * d] for j, (part, a) in enumerate(zip(parts, start, strict=True))]
-            result.append(torch.cat(cuts, -1).unflatten(-1, (-1, d)))
-            start = [a + len(h[j]) * d for j, a in enumerate(start)]
+            counts, at = [len(h[j]) for j in range(axis.size)], 0
+            whole = received.new_empty(batch, tokens, sum(counts), d)
+            for j, (block, n) in enumerate(zip(blocks, counts, strict=True)):
+                copy(whole[:, :, at : at + n], block[..., start[j] : start[j] + n * d].unflatten(-1, (n, d)))
+                start[j] += n * d
+                at += n
+            result.append(whole)
         return result
 
     return Pending([request], finish, sent)
+
+
+def copy(destination: Tensor, source: Tensor) -> None:
+    """Copy between views of one shape, by units of up to 16 bytes where both allow it.
+
+    A GPU copies strided views element by element; two bytes at a time take a fraction of its bandwidth.
+    """
+    if destination.dtype == source.dtype:
+        for unit in _UNITS:
+            if _divides(unit, destination) and _divides(unit, source):
+                destination.view(unit).copy_(source.view(unit))
+                return
+    destination.copy_(source)
+
+
+def _divides(unit: torch.dtype, t: Tensor) -> bool:
+    """Whether a view can be read in larger units along its last dim."""
+    count = unit.itemsize // t.element_size()
+    strides = t.stride()
+    return (
+        count > 1
+        and strides[-1] == 1
+        and t.shape[-1] % count == 0
+        and t.storage_offset() % count == 0
+        and all(stride % count == 0 for stride in strides[:-1])
+        and t.data_ptr() % unit.itemsize == 0
+    )
+
+
+def _joined(received: Tensor, parts: Sequence[Piece]) -> Tensor:
+    """Put the tokens of all ranks in order: [size, B, s, width] -> [B, s * size, width]."""
+    size, batch, tokens, width = received.shape
+    if batch == 1 and len(parts) < 2:
+        return received.view(1, size * tokens, width)
+    joined = received.new_empty(batch, size * tokens, width)
+    for part in parts or [Piece(0, tokens)]:
+        run = joined[:, part.start * size : part.stop * size].unflatten(1, (size, len(part)))
+        copy(run, received[:, :, part.start : part.stop].transpose(0, 1))
+    return joined

@@ -22,12 +22,15 @@ class Pending(Generic[T]):
         self._requests, self._finish, self._held = list(requests), finish, held
 
     def wait(self) -> T:
-        """Return the result once it is here; on a GPU the host goes on and the current stream waits."""
+        """Return the result once it is here; on a GPU the host goes on and the current stream waits.
+
+        It is handed out once, and nothing of it stays behind: its memory is the caller's to free.
+        """
         for request in self._requests:
             request.wait()
-        self._requests.clear()
-        result = self._finish()
-        self._held = None
+        finish, self._finish = self._finish, _taken
+        result = finish()
+        self._requests, self._held = [], None
         return result
 
     def then(self, function: Callable[[T], R]) -> Pending[R]:
@@ -35,6 +38,5 @@ class Pending(Generic[T]):
         return Pending([], lambda: function(self.wait()))
 
 
-def together(parts: Sequence[Pending[T]], join: Callable[[list[T]], R]) -> Pending[R]:
-    """Return what `join` will make of several results."""
-    return Pending([], lambda: join([part.wait() for part in parts]))
+def _taken() -> Any:
+    raise RuntimeError("This result has been taken already.")

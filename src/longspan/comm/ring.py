@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,21 +13,35 @@ from longspan.comm.pending import Pending
 from longspan.mesh import Axis
 
 
-def shift(tensors: Sequence[Tensor], axis: Axis) -> Pending[list[Tensor]]:
-    """Start sending `tensors` to the next rank while the previous rank's arrive, in one message.
+@dataclass(frozen=True)
+class Packet:
+    """Tensors of one dtype in one buffer, which travels as it is; `tensors` are views of it."""
 
-    Shapes and dtype are the same on every rank. Cost: one send and one receive of their size, and one copy.
+    buffer: Tensor
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Packet:
+        """Pack tensors. Cost: one copy."""
+        return cls.over(torch.cat([t.reshape(-1) for t in tensors]), [t.shape for t in tensors])
+
+    @classmethod
+    def over(cls, buffer: Tensor, shapes: Sequence[torch.Size]) -> Packet:
+        """Return the tensors of these shapes in a flat buffer."""
+        parts = buffer.split([shape.numel() for shape in shapes])
+        return cls(buffer, tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+
+
+def shift(packet: Packet, axis: Axis) -> Pending[Packet]:
+    """Start sending a packet to the next rank while the previous rank's arrives, in one message.
+
+    Shapes and dtype are the same on every rank; what is sent must not change before the result is taken. Cost: one send
+    and one receive of its size.
     """
-    sent = torch.cat([t.reshape(-1) for t in tensors])
-    received = torch.empty_like(sent)
-    shapes = [t.shape for t in tensors]
+    received = torch.empty_like(packet.buffer)
     ops = [
-        dist.P2POp(dist.isend, sent, axis.peer(1), axis.group),
+        dist.P2POp(dist.isend, packet.buffer, axis.peer(1), axis.group),
         dist.P2POp(dist.irecv, received, axis.peer(-1), axis.group),
     ]
-
-    def finish() -> list[Tensor]:
-        parts = received.split([shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    return Pending(dist.batch_isend_irecv(ops), finish, sent)
+    shapes = [t.shape for t in packet.tensors]
+    return Pending(dist.batch_isend_irecv(ops), lambda: Packet.over(received, shapes), packet)

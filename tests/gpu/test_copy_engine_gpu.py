@@ -1,0 +1,124 @@
+"""The copy engine on two GPUs: bit for bit what collectives give, under compute, in a loop and inside attention."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from longspan.attention.build import Attend
+from longspan.attention.schedule import Schedule
+from longspan.comm.exchange import to_heads, to_tokens
+from longspan.comm.heads import HeadSplit
+from longspan.comm.symmetric import with_copy_engine
+from longspan.kernels.protocol import Request
+from longspan.kernels.select import pick
+from longspan.layout import Layout
+from longspan.mask import Mask
+from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
+from longspan.plan.degrees import Degrees
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
+
+WORLD = 2
+
+
+def check_on_gpus(check: Callable[[Mesh, Mesh], None]) -> None:
+    """Run a check on two GPUs, given the mesh as it is and the mesh with copy engines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn(_rank, (port, check), WORLD)  # raises what a rank raised
+
+
+def _rank(rank: int, port: int, check: Callable[[Mesh, Mesh], None]) -> None:
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, device_id=device
+    )
+    plain = build_mesh(data_parallel_ranks(WORLD, None), Degrees(WORLD, 1, ""), "cuda")
+    equipped, why = with_copy_engine(plain, device, slot_bytes=4 * 2**20)
+    assert equipped.ulysses.copier is not None, why
+    check(plain, equipped)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, seed: int) -> list[Tensor]:
+    made = torch.Generator("cuda").manual_seed(seed * WORLD + dist.get_rank())
+    shapes = [(2, n, tokens, 64) for n in (heads, kv_heads, kv_heads)]
+    return [torch.randn(s, generator=made, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for s in shapes]
+
+
+def same(found: list[Tensor], true: list[Tensor]) -> bool:
+    return not any(differs(a, b).item() for a, b in zip(found, true, strict=True))
+
+
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    return (a.contiguous().view(torch.int16) != b.contiguous().view(torch.int16)).any()
+
+
+def exchanges_under_compute(plain: Mesh, equipped: Mesh) -> None:
+    """Keep several exchanges under way while matrix products run, ranks drift apart and memory is reused at once."""
+    for seed, (heads, kv_heads, tokens, tile) in enumerate(((8, 2, 4000, None), (7, 7, 3001, 700), (9, 3, 5000, 4096))):
+        split, layout = HeadSplit(heads, kv_heads, WORLD), Layout(tokens * WORLD, 1, WORLD, tile)
+        ranges, parts = [split.query, split.key, split.key], layout.tiles()
+        square = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        wanted: list[Any] = []
+        for number in range(8):
+            sent = tensors(layout.shard_tokens, heads, kv_heads, seed * 100 + number)
+            there = to_heads(sent, ranges, plain.ulysses, parts).wait()
+            wanted.append((there, to_tokens(there, ranges, plain.ulysses, parts).wait()))
+        flying: list[Any] = []
+        wrong = torch.zeros((), device="cuda", dtype=torch.int32)
+        for number in range(8):
+            for _ in range(30 if (number + dist.get_rank()) % 2 else 1):
+                square = (square @ square).clamp(-1, 1)
+            sent = tensors(layout.shard_tokens, heads, kv_heads, seed * 100 + number)
+            flying.append((number, 0, to_heads(sent, ranges, equipped.ulysses, parts)))
+            flying.append((number, 1, to_tokens(wanted[number][0], ranges, equipped.ulysses, parts)))
+            for t in sent:
+                t.fill_(torch.nan)
+            del sent
+            while len(flying) > 3:
+                n, kind, pending = flying.pop(0)
+                for a, b in zip(pending.wait(), wanted[n][kind], strict=True):
+                    wrong += differs(a, b)
+        for n, kind, pending in flying:
+            assert same(pending.wait(), wanted[n][kind]), (n, kind)
+        assert not wrong.item()
+
+
+def attention_is_the_same(plain: Mesh, equipped: Mesh) -> None:
+    """The kernel sees the same bits, and a forward is deterministic; a backward adds up in any order."""
+    for mask in (Mask(2050), Mask(2050, ((0, 100, 1500),))):
+        layout = Layout(mask.length, 1, WORLD)
+        schedule = Schedule.of(mask, layout, 0)
+        kernel = pick("aten-flash", Request(torch.device("cuda"), torch.bfloat16, 64, 64, varlen=mask.packed))
+        results = []
+        for mesh in (plain, equipped):
+            q, k, v = (t[:1].requires_grad_() for t in tensors(layout.shard_tokens, 8, 2, 5))
+            out = Attend(mesh, kernel)(q, k, v, schedule, 0.125)
+            out.sum().backward()
+            results.append([out.detach(), q.grad, k.grad, v.grad])
+        assert torch.equal(results[0][0], results[1][0])
+        for a, b in zip(*results, strict=True):
+            assert a is not None and b is not None
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_exchanges_under_compute() -> None:
+    check_on_gpus(exchanges_under_compute)
+
+
+def test_attention_over_copy_engines() -> None:
+    check_on_gpus(attention_is_the_same)
