@@ -31,7 +31,8 @@ class HostAdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups, as for torch.optim.AdamW; sharded ones (DTensor) are stepped shard by shard.
-        chunk_elements: what is carried and computed on at a time.
+        chunk_elements: what is carried and computed on at a time; a multiple of 64, so that chunks end where the kernel
+            changes from vectors to single numbers in no other place than for whole tensors.
         waiting_bytes: gradients on the device that `submit` lets wait for their turn; more make it wait.
 
     Cost: 12 bytes per parameter in pageable host memory (24 for float64), two pinned chunks; a step moves each gradient
