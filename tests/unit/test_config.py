@@ -123,7 +123,7 @@ def test_stepping_in_backward_can_be_had() -> None:
     assert parse_config(minimal(**INSIDE, engine="single")).optimizer.clip == "previous"
     assert parse_config(minimal(optimizer={"step_in_backward": True, "max_grad_norm": None})).optimizer.clip == "exact"
     dtype = {"model": {"name": "tiny-llama", "dtype": "bfloat16"}}
-    assert parse_config(minimal(optimizer={"kind": "adamw-bf16-sr"}, **{**dtype})).optimizer.kind == "adamw-bf16-sr"
+    assert parse_config(minimal(optimizer={"kind": "adamw-bf16-sr"}, **dtype)).optimizer.kind == "adamw-bf16-sr"
 
 
 def test_all_problems_at_once() -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib.util
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -178,6 +179,22 @@ def test_a_gradient_is_let_go_once_it_is_on_the_host() -> None:
         optimizer.finish()
         gc.collect()
         assert gone() is None
+
+
+def test_a_gradient_does_not_wait_for_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostLane, "fetch", lambda self, source, ready: source.clone())  # as where it is carried
+    parameter = nn.Parameter(torch.randn(100))
+    optimizer = HostAdamW([parameter], chunk_elements=64)
+    parameter.grad = torch.randn(100)
+    gone = weakref.ref(parameter.grad)
+    with optimizer._lanes_of(parameter).computing:
+        optimizer.submit(parameter, optimizer.param_groups[0])
+        parameter.grad = None
+        deadline_s = time.monotonic() + 10
+        while gone() is not None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert gone() is None
+    optimizer.finish()
 
 
 def test_an_error_in_a_thread_reaches_the_caller_and_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

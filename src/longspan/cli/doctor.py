@@ -55,7 +55,7 @@ def examine() -> dict[str, Any]:
     devices = [{"type": "cuda", "name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus]
     host = {"type": "cpu", "name": f"{os.cpu_count()} CPU cores", "memory_bytes": psutil.virtual_memory().total}
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in (*_PACKAGES, *_EXTRAS)}},
         "devices": [*devices, host],
         "kernels": available(torch.device("cuda" if gpus else "cpu")),
         "optimizers": {kind: _refusal(kind) for kind in KINDS},
