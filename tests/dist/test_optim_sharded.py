@@ -43,9 +43,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in model.named_parameters()
-    }
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in model.named_parameters()}
 
 
 def one_process(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from longspan.errors import ConfigError
 from longspan.optim import KINDS, HostAdamW, build_optimizer, check_kind, host_bytes, set_learning_rate
+from longspan.optim.memory import available_bytes
 from longspan.optim.staging import Allowance, HostLane
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
@@ -344,6 +346,19 @@ def test_a_host_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     available -= 1
     with pytest.raises(ConfigError, match=r"needs 0\.0 GiB of host memory .* 0\.0 GiB are available"):
         build_optimizer("adamw-host", model, lr=1e-3)
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert available_bytes(tmp_path) == 1000
+    stat = "anon 300\ninactive_file 120\nactive_file 40\n"
+    for name, text in {"memory.max": "900\n", "memory.current": "500\n", "memory.stat": stat}.items():
+        (tmp_path / name).write_text(text)
+    assert available_bytes(tmp_path) == 900 - 500 + 120 + 40
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == 1000
+    (tmp_path / "memory.max").write_text("9000\n")
+    assert available_bytes(tmp_path) == 1000
 
 
 def test_parameters_that_the_host_cannot_serve() -> None:

@@ -170,6 +170,9 @@ def test_gradients_that_stepping_inside_cannot_use() -> None:
     assert torch.equal(weight.detach(), torch.full((3,), 0.5))
     weight.grad = None
     stepping.finish()
+    with pytest.raises(TrainingError, match="outside a step"):
+        weight.sum().backward()
+    weight.grad = None
     stepping.remove()
     weight.sum().backward()
     assert weight.grad is not None and torch.equal(weight.detach(), torch.full((3,), 0.5))

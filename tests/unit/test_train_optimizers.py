@@ -126,8 +126,8 @@ def test_several_processes_are_refused_before_they_start(tmp_path: Path) -> None
 
 def test_a_missing_package_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    code, _, err = longspan("train", run_file(tmp_path), "--nproc", "1", "--optimizer-kind", "adamw8bit")
-    assert code == 2
+    code, out, err = longspan("train", run_file(tmp_path), "--nproc", "1", "--optimizer-kind", "adamw8bit")
+    assert code == 2 and not out, "before the data are read"
     assert "pip install 'torchao" in err
     assert not (tmp_path / "out").exists()
 

@@ -13,17 +13,8 @@ import typer
 from longspan.cli.allocator import EXPANDABLE, allocator
 from longspan.errors import ConfigError
 
-_PACKAGES = (
-    "longspan",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "accelerate",
-    "peft",
-    "deepspeed",
-    "torchao",
-)
+_PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors")
+_EXTRAS = ("accelerate", "peft", "deepspeed", "torchao")
 
 
 def doctor(json_: Annotated[bool, typer.Option("--json", help="Print JSON. (default false)")] = False) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from longspan.errors import ConfigError
 from longspan.optim import low_bit
 from longspan.optim.host import HostAdamW, host_bytes, local
+from longspan.optim.memory import available_bytes
 
 KINDS = ("adamw", "adamw8bit", "adamw-bf16-sr", "adamw-host")
 _LOW_BIT = ("adamw8bit", "adamw-bf16-sr")
@@ -105,7 +105,7 @@ def _check_host(trained: Named) -> None:
                 f"{tuple(where.shape)}: make it contiguous, or use adamw."
             )
     needed_bytes = host_bytes(p for _, p in trained)
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = available_bytes()
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"Optimizer adamw-host needs {needed_bytes / _GIB:.1f} GiB of host memory in this process for master "

@@ -102,6 +102,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states, as DTensor where parameters are; the tensors are the optimizer's own, not copies."""
+        self.finish()
         packed = super().state_dict()
         for index, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
             state = packed["state"].get(index)
@@ -120,6 +121,7 @@ class HostAdamW(torch.optim.Optimizer):
         Raises:
             ConfigError: it is of other parameters or of another optimizer.
         """
+        self.finish()
         groups = state_dict["param_groups"]
         counts = [len(group["params"]) for group in groups]
         expected = [len(group["params"]) for group in self.param_groups]
