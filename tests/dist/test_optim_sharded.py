@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -134,14 +135,14 @@ def continued(world: int, kind: str, folder: str) -> bool:
     model = build(world)
     optimizer = build_optimizer(kind, model, lr=1e-2, weight_decay=0.1)
     run(model, optimizer, 1, 3)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
     run(model, optimizer, 4, 6)
 
     twin = build(world)
     other = build_optimizer(kind, twin, lr=1e-2, weight_decay=0.1)
     run(twin, other, 9, 9)  # so that there are states to load into
     state: dict[str, Any] = {"model": twin.state_dict(), "optimizer": other.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     twin.load_state_dict(state["model"])
     other.load_state_dict(state["optimizer"])
     run(twin, other, 4, 6)
