@@ -60,9 +60,7 @@ def streamed_errors(
     ulysses, ring = degrees
     with wide(), {**MISTAKES, "small blocks": _SmallBlocks}[change]() if change else nullcontext():
         loss, wanted, _ = one_device(model, [rows])
-        handle = longspan.prepare(
-            model, ulysses * ring, ulysses_degree=ulysses, ring_degree=ring, memory=memory
-        )
+        handle = longspan.prepare(model, ulysses * ring, ulysses_degree=ulysses, ring_degree=ring, memory=memory)
         out = model(**handle.shard(rows.batch()))
         out.loss.backward()
         handle.reduce_gradients()
@@ -196,7 +194,10 @@ def dropout_case(
         layer.input_layernorm = torch.nn.Sequential(layer.input_layernorm, torch.nn.Dropout(0.2))
     handle = longspan.prepare(model, 1, memory=Memory(tile, keep))
     part = handle.shard(RAGGED.batch())
-    direction = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(model.parameters())]
+    direction = [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double()
+        for i, p in enumerate(model.parameters())
+    ]
 
     def loss(step: float) -> Tensor:
         if step:
@@ -214,7 +215,9 @@ def dropout_case(
     with wide():
         model.zero_grad()
         loss(0.0).backward()
-        slope = sum(float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction, strict=True) if p.grad is not None)
+        slope = sum(
+            float((p.grad * d).sum()) for p, d in zip(model.parameters(), direction, strict=True) if p.grad is not None
+        )
         step = 1e-6
         return (float(loss(step)) - float(loss(-step))) / (2 * step), slope
 

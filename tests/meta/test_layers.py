@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "config", "layout", "mask", "documents"},
     {"plan", "mesh", "comm", "kernels"},
     {"attention", "stream", "tiling", "loss", "batch", "loader"},
-    {"integrations", "engines"},
+    {"integrations", "engines", "optim"},
     {"train", "cli", "check", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -22,6 +22,8 @@ MINIMAL: dict[str, Any] = {
     "output_dir": "out",
 }
 
+INSIDE: dict[str, Any] = {"optimizer": {"step_in_backward": True, "clip": "previous"}}
+
 
 def minimal(**changes: Any) -> dict[str, Any]:
     return {**copy.deepcopy(MINIMAL), **changes}
@@ -91,6 +93,22 @@ def test_unknown_key_in_a_section() -> None:
         ({"sequence_parallel_size": 4, "ulysses_degree": 2, "ring_degree": 1}, ["2 x ring_degree 1"]),
         ({"memory": {"tile_tokens": "1K"}}, ["memory.tile_tokens needs memory.keep"]),
         ({"engine": "ddp", "compute_dtype": "bfloat16"}, ["needs engine fsdp2"]),
+        ({"optimizer": {"kind": "sgd"}}, ["optimizer.kind: 'sgd'", "adamw | adamw8bit | adamw-bf16-sr | adamw-host"]),
+        ({"optimizer": {"kind": "adamw-bf16-sr"}}, ["model.dtype is float32", "set model.dtype to bfloat16"]),
+        (
+            {"optimizer": {"kind": "adamw8bit"}, "model": {"name": "tiny-llama", "dtype": "float64"}},
+            ["model.dtype is float64", "choose adamw"],
+        ),
+        ({"optimizer": {"step_in_backward": True}}, ["max_grad_norm 1)", "clip: previous, or max_grad_norm: null"]),
+        ({"optimizer": {"clip": "previous"}}, ["optimizer: clip: previous needs step_in_backward: true"]),
+        (
+            {"optimizer": {"clip": "previous", "step_in_backward": True, "max_grad_norm": None}},
+            ["clip: previous needs step_in_backward: true and a max_grad_norm"],
+        ),
+        ({**INSIDE, "gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "set it to 1"]),
+        ({**INSIDE, "engine": "ddp"}, ["for engine single with one process"]),
+        ({**INSIDE, "compute_dtype": "bfloat16"}, ["no compute_dtype"]),
+        ({**INSIDE, "sequence_parallel_size": 2}, ["sequence_parallel_size: 1"]),
         ({"schedule": {"warmup_steps": 9}}, ["warmup_steps 9 exceeds max_steps 3"]),
         ({"data": {"files": "${home}/x"}}, ["${home}", "${stdlib}"]),
     ],
@@ -99,6 +117,13 @@ def test_bad_values(changes: dict[str, Any], said: list[str]) -> None:
     message = refusal(minimal(**changes))
     assert all(part in message for part in said), message
     assert "pydantic" not in message
+
+
+def test_stepping_in_backward_can_be_had() -> None:
+    assert parse_config(minimal(**INSIDE, engine="single")).optimizer.clip == "previous"
+    assert parse_config(minimal(optimizer={"step_in_backward": True, "max_grad_norm": None})).optimizer.clip == "exact"
+    dtype = {"model": {"name": "tiny-llama", "dtype": "bfloat16"}}
+    assert parse_config(minimal(optimizer={"kind": "adamw-bf16-sr"}, **dtype)).optimizer.kind == "adamw-bf16-sr"
 
 
 def test_all_problems_at_once() -> None:
@@ -174,6 +199,10 @@ def test_examples_are_valid() -> None:
             overrides[("memory", "keep")] = "x"
         if setting.path[-1] == "warmup_steps":
             overrides[("max_steps",)] = 100
+        if setting.path[-1] == "clip":
+            overrides[("optimizer", "step_in_backward")] = True
+        if setting.path[-1] == "step_in_backward":
+            overrides[("optimizer", "clip")] = "previous"
         assert parse_config(minimal(), overrides)
 
 

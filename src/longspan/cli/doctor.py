@@ -10,11 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-_PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "deepspeed")
+from longspan.cli.allocator import EXPANDABLE, allocator
+from longspan.errors import ConfigError
+
+_PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors")
+_EXTRAS = ("accelerate", "peft", "deepspeed", "torchao")
 
 
 def doctor(json_: Annotated[bool, typer.Option("--json", help="Print JSON. (default false)")] = False) -> None:
-    """Say what is installed here, which attention kernels can run, and why others cannot."""
+    """Say what is installed here, which attention kernels and optimizers can run, and why others cannot."""
     facts = examine()
     if json_:
         print(json.dumps(facts, indent=2))
@@ -25,7 +29,9 @@ def doctor(json_: Annotated[bool, typer.Option("--json", help="Print JSON. (defa
         print(f"{'device':14} {device['name']}, {device['memory_bytes'] / 2**30:.1f} GiB")
     for name, reason in facts["kernels"].items():
         print(f"{'kernel':14} {name}: {'usable' if reason is None else reason}")
-    print(f"{'allocator':14} {facts['allocator'] or 'default; `longspan train` sets expandable_segments:True'}")
+    for kind, reason in facts["optimizers"].items():
+        print(f"{'optimizer':14} {kind}: {'usable' if reason is None else reason}")
+    print(f"{'allocator':14} {_allocator(facts['allocator'])}")
 
 
 def examine() -> dict[str, Any]:
@@ -34,16 +40,36 @@ def examine() -> dict[str, Any]:
     import torch
 
     from longspan.kernels.select import available
+    from longspan.optim import KINDS
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     devices = [{"type": "cuda", "name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus]
     host = {"type": "cpu", "name": f"{os.cpu_count()} CPU cores", "memory_bytes": psutil.virtual_memory().total}
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in (*_PACKAGES, *_EXTRAS)}},
         "devices": [*devices, host],
         "kernels": available(torch.device("cuda" if gpus else "cpu")),
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        "optimizers": {kind: _refusal(kind) for kind in KINDS},
+        "allocator": allocator(),
     }
+
+
+def _allocator(setting: str | None) -> str:
+    if setting is None:
+        return f"default; `longspan train` sets {EXPANDABLE}"
+    if EXPANDABLE in setting:
+        return setting
+    return f"{setting}, which `longspan train` leaves as it is; without {EXPANDABLE} long sequences fragment GPU memory"
+
+
+def _refusal(kind: str) -> str | None:
+    from longspan.optim import check_kind
+
+    try:
+        check_kind(kind)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _version(package: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from longspan.cli.allocator import choose_allocator
 from longspan.cli.flags import with_settings
 from longspan.config import load_config
 from longspan.errors import ConfigError
@@ -37,9 +38,9 @@ def train(
 
     Every setting of the YAML file can be replaced by its flag.
     """
+    choose_allocator()
     from longspan.cli import launch  # torch and transformers load here, so that --help is quick
 
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     run = load_config(config, overrides)
     progress = sys.stderr if json_ else sys.stdout
     if "RANK" in os.environ:

@@ -125,6 +125,13 @@ class MemoryConfig(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
+    kind: Literal["adamw", "adamw8bit", "adamw-bf16-sr", "adamw-host"] = _field(
+        "'adamw': states in model.dtype beside the parameters. 'adamw8bit': 8-bit states (torchao). 'adamw-bf16-sr': "
+        "bfloat16 parameters and states, rounded stochastically (torchao). 'adamw-host': float32 master parameters and "
+        "states in host memory, 12 bytes per parameter.",
+        "adamw",
+        example="adamw-host",
+    )
     lr: Float = _field("Peak learning rate.", 2e-5, example="2.0e-5", gt=0)
     weight_decay: Float = _field("Decay of matrices; vectors (norms, biases) do not decay.", 0.0, example=0.1, ge=0)
     betas: tuple[Rate, Rate] = _field(
@@ -133,6 +140,32 @@ class OptimizerConfig(Section):
     max_grad_norm: Float | None = _field(
         "Gradients of a larger global norm are scaled down; null: never.", 1.0, example=1.0, gt=0
     )
+    clip: Literal["exact", "previous"] = _field(
+        "Which norm max_grad_norm is compared with: 'exact' the step's own; 'previous' that of the step before, the "
+        "first step being left as it is. 'previous' is for step_in_backward, which cannot know its own in time.",
+        "exact",
+        example="previous",
+    )
+    step_in_backward: bool = _field(
+        "Step each parameter as soon as backward has its gradient, and drop the gradient; for one process without "
+        "gradient accumulation. A step that is not finite has then been applied when the run stops.",
+        False,
+        example=True,
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.step_in_backward and self.max_grad_norm is not None and self.clip == "exact":
+            raise ValueError(
+                f"step_in_backward cannot clip by the step's own norm (max_grad_norm {self.max_grad_norm:g}), which is "
+                "known only after the last parameter has stepped: set clip: previous, or max_grad_norm: null"
+            )
+        if self.clip == "previous" and not (self.step_in_backward and self.max_grad_norm is not None):
+            raise ValueError(
+                "clip: previous needs step_in_backward: true and a max_grad_norm; leave it out, and gradients are "
+                "clipped by the step's own norm"
+            )
+        return self
 
 
 class ScheduleConfig(Section):
@@ -226,4 +259,31 @@ class RunConfig(Section):
             )
         if self.schedule.warmup_steps > self.max_steps:
             raise ValueError(f"schedule.warmup_steps {self.schedule.warmup_steps} exceeds max_steps {self.max_steps}")
+        self._check_optimizer()
         return self
+
+    def _check_optimizer(self) -> None:
+        kind, dtype = self.optimizer.kind, self.model.dtype
+        if kind == "adamw-bf16-sr" and dtype != "bfloat16":
+            raise ValueError(
+                f"optimizer.kind {kind} rounds to bfloat16 parameters, but model.dtype is {dtype}: set model.dtype to "
+                "bfloat16, or choose another kind"
+            )
+        if kind == "adamw8bit" and dtype == "float64":
+            raise ValueError(
+                f"optimizer.kind {kind} computes in float32, but model.dtype is {dtype}: set model.dtype to float32 or "
+                "bfloat16, or choose adamw"
+            )
+        if not self.optimizer.step_in_backward:
+            return
+        if self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"optimizer.step_in_backward keeps no gradients, so gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} has nothing to add to: set it to 1 (a longer sequence_length or "
+                "more micro_batch_size makes a larger step), or turn step_in_backward off"
+            )
+        if self.engine in ("ddp", "fsdp2") or self.compute_dtype is not None or self.sequence_parallel_size > 1:
+            raise ValueError(
+                "optimizer.step_in_backward is for engine single with one process, where no gradient is reduced after "
+                "backward: set engine: single, sequence_parallel_size: 1 and no compute_dtype, or turn it off"
+            )

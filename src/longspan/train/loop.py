@@ -20,6 +20,7 @@ from longspan.errors import ConfigError, TrainingError
 from longspan.integrations.models import build_model, write_pretrained
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.mesh import Mesh
+from longspan.optim import StepAfterBackward, StepInBackward, Stepping, build_optimizer
 from longspan.plan.keep import Keep, Memory
 from longspan.train.checkpoint import METRICS, MODEL, clear_output, save_model
 from longspan.train.data import Corpus
@@ -44,7 +45,7 @@ class Trainee:
     module: nn.Module
     handle: Any
     engine: Engine
-    optimizer: torch.optim.Optimizer
+    stepping: Stepping
     work: Work | None
     device: torch.device
 
@@ -62,7 +63,8 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
         progress: where to show the run; None on the ranks that do not.
 
     Raises:
-        TrainingError: a loss or gradient that is not finite; no step with one is applied or recorded.
+        TrainingError: a loss or gradient that is not finite; no step with one is recorded, or applied unless the
+            optimizer steps in backward.
     """
     output_dir = Path(config.output_dir)
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -118,7 +120,7 @@ def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Train
     )
     work = model_work(model, model.config.get_text_config())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     module = engine.wrap(model, handle)
-    return Trainee(model, module, handle, engine, _optimizer(module, config), work, device)
+    return Trainee(model, module, handle, engine, _stepping(module, engine, config), work, device)
 
 
 def check_memory(model: nn.Module, device: torch.device) -> None:
@@ -139,33 +141,33 @@ def check_memory(model: nn.Module, device: torch.device) -> None:
         )
 
 
-def _optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def _stepping(module: nn.Module, engine: Engine, config: RunConfig) -> Stepping:
     options = config.optimizer
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr, betas=options.betas)
+    optimizer = build_optimizer(
+        options.kind, module, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
+    )
+    if options.step_in_backward:
+        return StepInBackward(optimizer, options.max_grad_norm)
+    return StepAfterBackward(optimizer, engine, options.max_grad_norm)
 
 
 def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig) -> Row:
     start_s = time.perf_counter()
+    lr = learning_rate(number, config)
+    trainee.stepping.begin(lr)
     loss = _backward(trainee, step)
-    norm = trainee.engine.clip_grad_norm(config.optimizer.max_grad_norm)
+    norm = trainee.stepping.norm()
     loss_value, norm_value = torch.stack(
         [loss.double(), norm.double().to(loss.device)]
     ).tolist()  # the step's host sync
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+        early = trainee.stepping.applied_early
+        fate = "applied, as optimizer.step_in_backward does not wait; no model is saved" if early else "not applied"
         raise TrainingError(
-            f"Step {number}: loss {loss_value}, gradient norm {norm_value}. The step was not applied. "
+            f"Step {number}: loss {loss_value}, gradient norm {norm_value}. The step was {fate}. "
             f"Lower optimizer.lr ({config.optimizer.lr:g}), lengthen schedule.warmup_steps, or look at the data."
         )
-    lr = learning_rate(number, config)
-    for group in trainee.optimizer.param_groups:
-        group["lr"] = lr
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad(set_to_none=True)
+    trainee.stepping.finish()
     gpu_bytes, host_bytes = peak_bytes(trainee.device, trainee.mesh)
     step_s = time.perf_counter() - start_s
     peak = peak_flops(trainee.device)

@@ -8,18 +8,25 @@ from longspan.config import RunConfig
 from longspan.errors import TopologyError
 from longspan.integrations.models import check_fit, load_model_config
 from longspan.integrations.tokenizer import encode, load_tokenizer
+from longspan.optim import check_kind
 from longspan.plan.degrees import choose_degrees
 from longspan.train.checkpoint import check_output
 from longspan.train.data import Corpus, Report, read_corpus
 
 
 def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
-    """Check the output folder, the degrees, the model's config and the data, and return the data.
+    """Check the output folder, the optimizer, the degrees, the model's config and the data, and return the data.
 
     Raises:
         LongspanError: the first of them that cannot work.
     """
     check_output(Path(config.output_dir), config.overwrite)
+    check_kind(config.optimizer.kind)
+    if config.optimizer.step_in_backward and world_size > 1:
+        raise TopologyError(
+            f"optimizer.step_in_backward serves one process, not {world_size}, as gradients are reduced after it. "
+            "Start one (--nproc 1), or turn it off (--no-optimizer-step-in-backward)."
+        )
     size = config.sequence_parallel_size
     if world_size % size:
         raise TopologyError(

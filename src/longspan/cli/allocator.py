@@ -1,0 +1,23 @@
+"""The setting of PyTorch's GPU allocator, which it reads from the environment once."""
+
+from __future__ import annotations
+
+import os
+
+EXPANDABLE = "expandable_segments:True"
+_OURS = "PYTORCH_CUDA_ALLOC_CONF"  # the name that every version reads
+_NAMES = (_OURS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def choose_allocator() -> None:
+    """Let GPU memory grow in place, for this process and those it starts, unless the user has chosen.
+
+    Long sequences ask for a few very large blocks of changing sizes, which fixed segments fragment.
+    """
+    if allocator() is None:
+        os.environ[_OURS] = EXPANDABLE
+
+
+def allocator() -> str | None:
+    """Return the setting that is in force, as NAME=value; None if there is none."""
+    return next((f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name)), None)
