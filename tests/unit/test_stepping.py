@@ -157,8 +157,8 @@ def test_clipping_by_the_norm_of_the_step_before() -> None:
 
 
 def test_gradients_that_stepping_inside_cannot_use() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    stepping = StepInBackward(torch.optim.SGD([weight], lr=0.5))
+    weight, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    stepping = StepInBackward(torch.optim.SGD([weight, unused], lr=0.5))
     with pytest.raises(TrainingError, match=r"outside a step, or twice in one\. .* one backward between begin"):
         weight.sum().backward()
     weight.grad = None
@@ -171,8 +171,7 @@ def test_gradients_that_stepping_inside_cannot_use() -> None:
     weight.grad = None
     stepping.finish()
     with pytest.raises(TrainingError, match="outside a step"):
-        weight.sum().backward()
-    weight.grad = None
+        unused.sum().backward()
     stepping.remove()
     weight.sum().backward()
     assert weight.grad is not None and torch.equal(weight.detach(), torch.full((3,), 0.5))
