@@ -104,10 +104,13 @@ def test_losses_are_added_up(size):
     check(loss(x, labels), tiled, [x, weight])
 
 
+@pytest.mark.parametrize("size", [{"tiles": 4}, {"tile_tokens": 4}])
 @pytest.mark.parametrize("reduce", [None, "sum"])
-def test_no_tokens(reduce):
+def test_no_tokens(reduce, size):
     mlp, x = Gated(), randn(B, 0, D)
-    out = longspan.tile(lambda t: mlp(t) if reduce is None else mlp(t).sum(), x, parameters=[*mlp.parameters()], tiles=4, reduce=reduce)
+    parameters = [*mlp.parameters(), *mlp.parameters()]
+    fn = mlp if reduce is None else lambda t: mlp(t).sum()
+    out = longspan.tile(fn, x, parameters=parameters, reduce=reduce, **size)
     assert out.shape == ((B, 0, D) if reduce is None else ())
     out.sum().backward()
     for leaf in (x, *mlp.parameters()):
@@ -127,6 +130,17 @@ def test_cuts_cover_every_token_once(tokens, tiles, tile_tokens):
         assert max(sizes) - min(sizes) <= 1
     else:
         assert max(sizes) <= tile_tokens
+
+
+def test_a_parameter_named_twice_counts_once():
+    mlp, x = Gated(), randn(B, S, D)
+    check(mlp(x), longspan.tile(mlp, x, parameters=[mlp.down_proj.weight] * 2, tiles=3), [*mlp.parameters()])
+
+
+def test_sums_over_many_tiles_are_made_in_float32():
+    x = torch.full((1, 1024), 1.0, dtype=torch.bfloat16)
+    total = longspan.tile(lambda t: t.sum(), x, tiles=1024, reduce="sum")
+    assert (total.dtype, total.item()) == (torch.bfloat16, 1024)
 
 
 def test_frozen_parts():
