@@ -23,8 +23,8 @@ _PROBED_TOKENS = 4
 def tiled_mlp(module: nn.Module, *, tiles: int | None = None, tile_tokens: int | None = None) -> TiledModules:
     """Make the MLPs of a model run tile by tile of tokens, so that one tile's activations exist at a time.
 
-    What changes is the `forward` of these modules alone, not of their class; hooks on them run as before. Each is checked
-    on a few tokens when it is first called: one whose tokens do not stand alone is refused. Ranks may cut into
+    What changes is the `forward` of these modules alone, not of their class; hooks on them run as before. Each is
+    checked on a few tokens when it is first called: one whose tokens do not stand alone is refused. Ranks may cut into
     different numbers of tiles.
 
     Args:
@@ -118,8 +118,8 @@ class TiledForward:
             if not isinstance(together, Tensor) or together.shape[:-1] != x.shape[:-1]:
                 found = list(together.shape) if isinstance(together, Tensor) else type(together).__name__
                 raise ModelError(
-                    f"{self._told} turns hidden states {list(x.shape)} into {found}; tiled_mlp runs modules that return "
-                    "one tensor with a row per token. Use longspan.tile for others."
+                    f"{self._told} turns hidden states {list(x.shape)} into {found}; tiled_mlp runs modules that "
+                    "return one tensor with a row per token. Use longspan.tile for others."
                 )
             alone = torch.cat([run(token.contiguous()) for token in x.split(1, -2)], -2)
         # Roundings of matrix products depend on the number of rows.

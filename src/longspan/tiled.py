@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -126,9 +125,7 @@ class _Run:
 
     def tile(self, tensors: Sequence[Tensor], at: Cut) -> list[Tensor]:
         """Return the tensors of one tile, those that are cut contiguous."""
-        return [
-            _rows(t, self.dim, at).contiguous() if i < self.count else t for i, t in enumerate(tensors)
-        ]
+        return [_rows(t, self.dim, at).contiguous() if i < self.count else t for i, t in enumerate(tensors)]
 
     def forward(
         self, tensors: Sequence[Tensor], cuts: tuple[Cut, ...], parameters: Sequence[Tensor], check: bool
@@ -144,9 +141,9 @@ class _Run:
             with torch.no_grad():
                 tile = self.tile(tensors, cut)
             if i == 0 and check:
-                leaves = [t.detach().requires_grad_(whole.requires_grad) for t, whole in zip(tile, tensors, strict=True)]
+                leaves = [part.detach().requires_grad_(t.requires_grad) for part, t in zip(tile, tensors, strict=True)]
                 with private_graph(parameters):
-                    born = torch._C._autograd._get_sequence_nr()
+                    born = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
                     outputs = self(leaves)
                 _refuse_undeclared(self.fn, outputs, {id(t) for t in (*leaves, *parameters)}, born)
                 differentiable = [output.requires_grad for output in outputs]
@@ -328,9 +325,7 @@ def _parameters(fn: Callable[..., Any], named: Sequence[Tensor] | None) -> tuple
     return tuple({id(p): p for p in found.values() if p.requires_grad}.values())
 
 
-def _refuse_undeclared(
-    fn: Callable[..., Any], outputs: tuple[Tensor, ...], declared: set[int], born: int
-) -> None:
+def _refuse_undeclared(fn: Callable[..., Any], outputs: tuple[Tensor, ...], declared: set[int], born: int) -> None:
     """Refuse a graph that reaches leaves or operations outside the tile: they would get no gradient, or several.
 
     Args:

@@ -36,7 +36,8 @@ def private_graph(parameters: Sequence[Tensor]) -> Iterator[None]:
     for parameter, _ in hooks:
         parameter._backward_hooks = None
     try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        # Detached: an output that an operation saves would hold that operation, and the graph never be freed.
+        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             yield
     finally:
         for parameter, old in hooks:

@@ -22,9 +22,8 @@ def build(kind: str = "llama") -> Any:
     sizes: dict[str, Any] = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {
         "llama": lambda: LlamaConfig(**sizes, hidden_size=16, intermediate_size=24, mlp_bias=True),
-        "gpt2": lambda: GPT2Config(**sizes, hidden_size=16, n_inner=24, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-        "moe": lambda: Qwen3MoeConfig(**sizes, hidden_size=16, head_dim=8, num_key_value_heads=2, num_experts=4,
-                                      moe_intermediate_size=8),
+        "gpt2": lambda: GPT2Config(**sizes, n_embd=16, n_inner=24, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        "moe": lambda: Qwen3MoeConfig(**sizes, hidden_size=16, head_dim=8, num_experts=4, moe_intermediate_size=8),
     }[kind]()
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().train()
 
@@ -81,8 +80,10 @@ def test_other_models_and_classes_are_untouched_and_removal_is_complete():
     assert handle.names == ("",)
     assert torch.equal(mlp(torch.ones(1, 4, 16)), 2 * torch.ones(1, 4, 16))
     handle.remove()
-    handle.remove()
     assert mlp.forward is mine
+    longspan.tiled_mlp(mlp, tiles=2)
+    handle.remove()
+    assert isinstance(mlp.forward, TiledForward)
 
 
 def test_a_copy_trains_itself():
@@ -123,6 +124,13 @@ def test_the_probe_disturbs_nothing():
     torch.manual_seed(5)
     assert torch.equal(mlp(x), wanted)
     assert mlp[1].training
+    longspan.tiled_mlp(drawing := Drawing(), tiles=1)
+    torch.manual_seed(5)
+    drawing(x)
+    found = torch.rand(1)
+    torch.manual_seed(5)
+    torch.rand(1, dtype=x.dtype)
+    assert torch.equal(torch.rand(1), found)
     assert not mlp[0].training
 
 
@@ -145,6 +153,13 @@ class Keyword(nn.Module):
 
     def forward(self, *, hidden_states: Tensor) -> Tensor:
         return self.linear(hidden_states)
+
+
+class Drawing(nn.Module):
+    """Draws a number and does not use it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * torch.rand(1, dtype=x.dtype)
 
 
 def test_modules_that_cannot_run_in_tiles_are_refused():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import longspan
@@ -188,7 +189,7 @@ def test_an_undeclared_parameter_is_named():
     with pytest.raises(ModelError, match=r"uses weight of shape \[6\].*pass it in `parameters`"):
         longspan.tile(lambda t: t * weight, x, tiles=2)
     with pytest.raises(ModelError, match=r"uses mlp\.(gate|up|down)_proj\.(weight|bias) of shape"):
-        longspan.tile(lambda t: mlp(t), x, tiles=2)
+        longspan.tile(lambda t: 2 * mlp(t), x, tiles=2)
     with pytest.raises(ModelError, match=r"uses self\.gate_proj\.bias of shape"):
         longspan.tile(mlp.forward, x, parameters=[p for n, p in mlp.named_parameters() if n != "gate_proj.bias"])
     with pytest.raises(ModelError, match="uses weight of shape"):
@@ -288,8 +289,6 @@ def test_inputs_changed_before_backward_are_noticed():
 
 
 def test_memory_is_released_by_backward():
-    from torch.multiprocessing.reductions import StorageWeakRef
-
     mlp, leaf = Gated(), randn(B, S, D)
     x = leaf * 1
     storage = StorageWeakRef(x.untyped_storage())
@@ -298,6 +297,25 @@ def test_memory_is_released_by_backward():
     assert not storage.expired()
     loss.backward()
     assert storage.expired(), "what was saved goes with backward, not with the last reference to the loss"
+
+
+def test_nothing_is_left_of_a_tile():
+    """Operations that save their own output must not keep their graph alive, also where nobody differentiates it."""
+    made: list[StorageWeakRef] = []
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = x.exp(), x.sigmoid()
+        made.extend(StorageWeakRef(t.untyped_storage()) for t in (first, second))
+        return first * second, first
+
+    leaf = randn(B, S, D)
+    with torch.no_grad():
+        longspan.tile(fn, leaf, tiles=3)
+    out, _ = longspan.tile(fn, leaf, tiles=3)
+    assert all(storage.expired() for storage in made)
+    out.sum().backward()
+    assert len(made) == 3 * 3 * 2
+    assert all(storage.expired() for storage in made)
 
 
 def test_dropout_is_replayed():
