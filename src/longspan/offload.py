@@ -103,7 +103,7 @@ class _Input:
         self.copier: Copier | None = None
         self.buffer: Buffer | None = None
         self.fetched: tuple[Tensor, Any] | None = None
-        self.modified = self.consumed = False
+        self.modified = False
 
     def check(self) -> None:
         """Notice if it was written to since it was saved."""
@@ -230,7 +230,6 @@ class OffloadedCheckpoints:
         item.check()
         if item.modified:
             raise _modified(item.layout.shape)
-        item.consumed = True
         if item.source is not None:
             tensor = item.source
             for entry in [entry for entry in self._stashed if entry[0]() is item]:
@@ -252,7 +251,7 @@ class OffloadedCheckpoints:
             if ready >= self.max_ahead:
                 return
             item = ref()
-            if item is None or item.consumed or item.modified:
+            if item is None or item.modified:
                 continue
             if item.source is None and item.fetched is None:
                 item.fetch()

@@ -269,14 +269,16 @@ def test_backward_twice():
     assert all(map(torch.equal, second, wanted))
 
 
-def modified_at(layer: int, settings: dict[str, int]) -> Tensor:
-    """Return the gradient of x through checkpoints of sin, when the input of one is written to before backward."""
+def modified_at(layer: int, settings: dict[str, Any], after: int = 6) -> Tensor:
+    """Return the gradient of x through checkpoints of sin, when the input of one is written to after some layers."""
     leaf = torch.linspace(0.1, 1, 30, requires_grad=True)
     inputs = [leaf * 1]
     with longspan.offload_checkpoints(min_offload_bytes=0, **settings):
-        for _ in range(6):
-            inputs.append(checkpoint(torch.sin, inputs[-1], use_reentrant=False))
-        inputs[layer].detach().mul_(2)
+        for i in range(7):
+            if i == after:
+                inputs[layer].detach().mul_(2)
+            if i < 6:
+                inputs.append(checkpoint(torch.sin, inputs[-1], use_reentrant=False))
         inputs[-1].sum().backward()
     assert leaf.grad is not None
     return leaf.grad
@@ -289,6 +291,9 @@ def test_inputs_that_are_written_to_are_noticed_while_it_matters(settings):
     for layer in (3, 4, 5) if not settings else ():  # on their way, and not yet
         with pytest.raises(TrainingError, match=r"shape \[30\].*modified by an inplace operation"):
             modified_at(layer, settings)
+    if not settings:
+        with pytest.raises(TrainingError, match="modified by an inplace operation"):
+            modified_at(1, settings, after=3)  # let go later, before backward
 
 
 def _sines(x: Tensor) -> Tensor:
@@ -347,7 +352,7 @@ COUNTS = ["min_offload_bytes", "max_fwd_stash_count", "max_cpu_buffer_pool_count
 def test_negative_numbers_are_refused(name):
     for value in (-1, 1.5, True):
         with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 0, got {value}"):
-            longspan.offload_checkpoints(**{name: value})
+            longspan.offload_checkpoints(**{name: value})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_torch_that_saves_otherwise_is_refused(monkeypatch):
