@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,28 +111,37 @@ class TiledForward:
         parameters = list(self.module.parameters())
         return tile(run, x, parameters=parameters, tiles=self.tiles, tile_tokens=self.tile_tokens, dim=-2)
 
-    def _probe(self, run: Any, x: Tensor) -> None:
+    def _probe(self, run: Callable[[Tensor], Any], x: Tensor) -> None:
         """Refuse a module whose tokens depend on each other, or that returns more than one value for each."""
-        with torch.no_grad(), Ambient.capture(x.device, rng=True).restored(), _evaluating(self.module):
-            together = run(x.contiguous())
-            if not isinstance(together, Tensor) or together.shape[:-1] != x.shape[:-1]:
-                found = list(together.shape) if isinstance(together, Tensor) else type(together).__name__
-                raise ModelError(
-                    f"{self._told} turns hidden states {list(x.shape)} into {found}; tiled_mlp runs modules that "
-                    "return one tensor with a row per token. Use longspan.tile for others."
-                )
-            alone = torch.cat([run(token.contiguous()) for token in x.split(1, -2)], -2)
-        # Roundings of matrix products depend on the number of rows.
-        tolerance = 1e-4 if torch.finfo(alone.dtype).bits > 16 else 2**-5
-        if bool((together - alone).abs().max() > tolerance * together.abs().max()):
-            raise ModelError(
-                f"{self._told} gives a token another output in company than alone: it mixes tokens, so it cannot run "
-                "in tiles."
-            )
+        if stands_alone(self.module, run, x):
+            return
+        raise ModelError(
+            f"{self._told} does not turn each token into one row, whatever the others are: it returns something else, "
+            "or mixes tokens. tiled_mlp cannot run it in tiles; see longspan.tile."
+        )
 
     @property
     def _told(self) -> str:
         return f"{self.name} ({type(self.module).__name__})".lstrip()
+
+
+def stands_alone(module: nn.Module, run: Callable[[Tensor], Any], x: Tensor) -> bool:
+    """Whether a module, in eval, turns each token into a row of one tensor, in company as by itself.
+
+    Args:
+        run: calls the module.
+        x: hidden states [..., n, d] of a few tokens.
+
+    Cost: a host sync.
+    """
+    with torch.no_grad(), Ambient.capture(x.device, rng=True).restored(), _evaluating(module):
+        together = run(x.contiguous())
+        if not isinstance(together, Tensor) or together.shape[:-1] != x.shape[:-1]:
+            return False
+        alone = torch.cat([run(token.contiguous()) for token in x.split(1, -2)], -2)
+    # Roundings of matrix products depend on the number of rows.
+    tolerance = 1e-4 if torch.finfo(alone.dtype).bits > 16 else 2**-5
+    return bool((together - alone).abs().max() <= tolerance * together.abs().max())
 
 
 def _check(name: str, module: nn.Module) -> None:

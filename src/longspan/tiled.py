@@ -66,7 +66,7 @@ def tile(
     else:
         # Saving comes first: a checkpoint's recomputation stops once it has what was saved, before any tile runs.
         kept = _Kept.apply(torch.empty(0, device=tensors[0].device, requires_grad=True), *(t.detach() for t in tensors))
-        outputs = _Tiled.apply(run, cuts, kept.grad_fn, kept, *tensors, *trained)
+        outputs = TiledFunction.apply(run, cuts, kept.grad_fn, kept, *tensors, *trained)
     return outputs[0] if run.single else outputs
 
 
@@ -245,7 +245,7 @@ class _Collected:
 
 
 class _Kept(torch.autograd.Function):
-    """Saves tensors for `_Tiled`, before that runs; returns a stand-in without elements."""
+    """Saves tensors for `TiledFunction`, before that runs; returns a stand-in without elements."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class _Kept(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-class _Tiled(torch.autograd.Function):
+class TiledFunction(torch.autograd.Function):
     """Runs a function tile by tile; parameters are inputs, so that each gets its gradient once, after the last tile."""
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -138,15 +139,26 @@ def test_buffers_are_reused_and_grow(monkeypatch):
     assert len(small.pool.idle) == 2
 
 
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * dy * ctx.saved_tensors[0]
+
+
 def test_other_saved_tensors_stay_where_they_are(monkeypatch):
     x = tokens(20)
     with saves(monkeypatch) as seen, longspan.offload_checkpoints(min_offload_bytes=0):
         y = (x * 2).exp()
         assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # type: ignore[union-attr]
-        z = checkpoint(torch.sin, y, use_reentrant=False)
+        z = checkpoint(torch.sin, _Square.apply(y).sqrt(), use_reentrant=False)
         (found,) = torch.autograd.grad(z.square().sum(), x)
     torch.testing.assert_close(found, 2 * y.sin() * y.cos() * y * 2)
-    assert seen == []
+    assert seen == [], "the newest input stays too"
 
 
 def test_small_integer_parameter_and_expanded_inputs_stay(monkeypatch):
@@ -156,7 +168,7 @@ def test_small_integer_parameter_and_expanded_inputs_stay(monkeypatch):
         return (x * weight * one * flat)[index].sin().sum()
 
     arguments = [x * 1, weight, index, torch.ones(1), torch.ones(1).expand(40)]
-    with saves(monkeypatch) as seen, longspan.offload_checkpoints(min_offload_bytes=8, keep_last_count=0):
+    with saves(monkeypatch) as seen, longspan.offload_checkpoints(min_offload_bytes=160, keep_last_count=0):
         loss = checkpoint(fn, *arguments, use_reentrant=False)
         found = torch.autograd.grad(loss, [x, weight])
     assert seen == [40]
@@ -167,17 +179,21 @@ def test_small_integer_parameter_and_expanded_inputs_stay(monkeypatch):
     assert seen == []
 
 
-@pytest.mark.parametrize("shape", ["transposed", "gaps", "offset"])
+@pytest.mark.parametrize("shape", ["transposed", "gaps", "offset", "both"])
 def test_strides_come_back(shape, monkeypatch):
     monkeypatch.setattr(host, "_CHUNK_BYTES", 128)
     base = torch.randn(6, 4, 5, requires_grad=True)
     copy = base * 1
-    x = {"transposed": copy.transpose(0, 2), "gaps": copy[:, 1:3], "offset": copy[2:]}[shape]
+    x = {"transposed": copy.transpose(0, 2), "gaps": copy[:, 1:3], "offset": copy[2:]}.get(
+        shape, copy.transpose(0, 2)[:, 1:3]
+    )
     strides = []
 
     def fn(x: Tensor) -> Tensor:
         strides.append(x.stride())
-        return x.transpose(0, 2).reshape(-1).sin() if shape != "transposed" else x.permute(2, 1, 0).view(-1).sin()
+        return (
+            x.transpose(0, 2).reshape(-1).sin() if shape in ("gaps", "offset") else x.permute(2, 1, 0).flatten().sin()
+        )
 
     (wanted,) = torch.autograd.grad(fn(x).square().sum(), base, retain_graph=True)
     with longspan.offload_checkpoints(min_offload_bytes=0, keep_last_count=0, max_fwd_stash_count=0):
@@ -334,7 +350,7 @@ def test_what_is_not_offloaded_is_told():
     x = tokens(40)
     with pytest.warns(UserWarning, match="by position, not by keyword"), longspan.offload_checkpoints():
         checkpoint(lambda *, x: x.sin(), x=x * 1, use_reentrant=False).exp().sum().backward()
-    with longspan.offload_checkpoints(), torch.no_grad():
+    with warnings.catch_warnings(action="error"), longspan.offload_checkpoints(), torch.no_grad():
         checkpoint(torch.sin, x, use_reentrant=False)
 
     class Odd(Tensor):
@@ -445,9 +461,33 @@ def test_copies_on_a_stream_wait_for_what_they_need():
     ]
 
 
+def test_the_smallest_buffer_that_fits_is_taken():
+    pool, cpu = host.Pool(9, False), torch.device("cpu")
+    made = [pool.take(nbytes, cpu) for nbytes in (1000, 100, 400)]
+    for buffer in made:
+        pool.give(buffer)
+    assert pool.take(90, cpu) is made[1]
+    assert pool.take(300, cpu) is made[2]
+    assert pool.take(2000, cpu) is made[0]
+    assert made[0].nbytes == 2048
+
+
+class _Pinned(Tensor):
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> Any:
+        return tensor.as_subclass(cls)
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
 def test_pinned_memory_is_checked():
     pool = host.Pool(1, True, lambda nbytes, pinned: torch.empty(nbytes, dtype=torch.uint8))
     with pytest.raises(ConfigError, match=r"asked to be pinned.*use_pin_memory=False"):
         pool.take(100, torch.device("cuda"))
+    pool.allocate = lambda nbytes, pinned: _Pinned(torch.empty(nbytes, dtype=torch.uint8))
+    pool.give(buffer := pool.take(100, torch.device("cuda")))
+    assert buffer.pinned
     assert not pool.take(100, torch.device("cpu")).pinned
+    assert pool.take(100, torch.device("cuda")) is buffer
     assert host.Pool(1, False).take(100, torch.device("cuda")).nbytes == 128

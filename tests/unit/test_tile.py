@@ -156,7 +156,7 @@ def test_frozen_parts():
 
 def test_nothing_to_train_is_a_plain_loop(monkeypatch):
     mlp, x = Gated(), randn(B, S, D, grad=False)
-    monkeypatch.setattr(longspan.tiled._Tiled, "apply", None)
+    monkeypatch.setattr(longspan.tiled.TiledFunction, "apply", None)
     with torch.no_grad():
         assert torch.equal(longspan.tile(mlp, x.requires_grad_(), tiles=1), mlp(x))
     with torch.inference_mode():
