@@ -10,23 +10,45 @@ if TYPE_CHECKING:
     from longspan.attention.schedule import Schedule
     from longspan.integrations.transformers.prepare import prepare
     from longspan.layout import Layout
-    from longspan.loss import reduce_loss, tiled_loss, token_logps
+    from longspan.loss import Head, LossOptions, reduce_loss, tiled_loss, token_logps
     from longspan.mask import Mask
+    from longspan.mlp import tiled_mlp
+    from longspan.offload import offload_checkpoints
+    from longspan.tiled import tile
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Head": "longspan.loss",
     "Layout": "longspan.layout",
+    "LossOptions": "longspan.loss",
     "Mask": "longspan.mask",
     "Schedule": "longspan.attention.schedule",
     "attend": "longspan.attention.build",
+    "offload_checkpoints": "longspan.offload",
     "prepare": "longspan.integrations.transformers.prepare",
     "reduce_loss": "longspan.loss",
+    "tile": "longspan.tiled",
     "tiled_loss": "longspan.loss",
+    "tiled_mlp": "longspan.mlp",
     "token_logps": "longspan.loss",
 }
 
-__all__ = ["Layout", "Mask", "Schedule", "attend", "prepare", "reduce_loss", "tiled_loss", "token_logps"]
+__all__ = [
+    "Head",
+    "Layout",
+    "LossOptions",
+    "Mask",
+    "Schedule",
+    "attend",
+    "offload_checkpoints",
+    "prepare",
+    "reduce_loss",
+    "tile",
+    "tiled_loss",
+    "tiled_mlp",
+    "token_logps",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.errors import BatchError, ConfigError, ModelError, TopologyError
-from longspan.tiling import Tiled, wide_dtype
+from longspan.tiling import Tiled, refuse_shards, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Head:
         if isinstance(head, nn.Module):
             if bias is not None:
                 raise ModelError("A bias goes with a weight tensor; a module brings its own.")
-            _refuse_shards(dict(head.named_parameters()))
+            refuse_shards(dict(head.named_parameters()), "The head's")
             return cls(head.forward, tuple(p for p in head.parameters() if p.requires_grad))
-        _refuse_shards({"weight": head} if bias is None else {"weight": head, "bias": bias})
+        refuse_shards({"weight": head} if bias is None else {"weight": head, "bias": bias}, "The head's")
         if head.ndim != 2 or (bias is not None and bias.shape != head.shape[:1]):
             found = f"{tuple(head.shape)} and {None if bias is None else tuple(bias.shape)}"
             raise ModelError(f"A head's weight must be [V, d] and its bias [V], got {found}.")
@@ -316,16 +316,6 @@ def _log_probs(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tenso
 def _tiled(head: Head | nn.Module | Tensor, terms: _Terms, options: LossOptions, tile_tokens: int | None) -> Tiled:
     head = head if isinstance(head, Head) else Head.of(head)
     return Tiled(_HeadTerms(head, terms, options), head.parameters, tile_tokens)
-
-
-def _refuse_shards(parameters: dict[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        # ZeRO-3 leaves an empty tensor between calls, FSDP2 a DTensor.
-        if parameter.numel() == 0 or hasattr(parameter, "to_local"):
-            raise ModelError(
-                f"The head's {name} is sharded at this moment (shape {tuple(parameter.shape)}, "
-                f"{type(parameter).__name__}). Compute the loss inside the module's own forward, or gather it first."
-            )
 
 
 def _flatten(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from longspan.errors import ConfigError, TrainingError
+from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.kernels.protocol import wide as wide_dtype
 
 _SLICE_ELEMENTS = 1 << 24
@@ -36,7 +36,8 @@ def private_graph(parameters: Sequence[Tensor]) -> Iterator[None]:
     for parameter, _ in hooks:
         parameter._backward_hooks = None
     try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        # Detached: an output that an operation saves would hold that operation, and the graph never be freed.
+        with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
             yield
     finally:
         for parameter, old in hooks:
@@ -119,6 +120,25 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *d_outputs)
 
     return checked
+
+
+def refuse_shards(parameters: Mapping[str, Tensor], what: str) -> None:
+    """Raise unless the parameters are whole at this moment.
+
+    Args:
+        what: whose they are, for the message.
+
+    Raises:
+        ModelError: one of them is sharded.
+    """
+    for name, parameter in parameters.items():
+        # ZeRO-3 leaves an empty tensor between calls, FSDP2 a DTensor.
+        if parameter.numel() == 0 or hasattr(parameter, "to_local"):
+            raise ModelError(
+                f"{what} {name} is sharded at this moment (shape {tuple(parameter.shape)}, "
+                f"{type(parameter).__name__}). Call it inside the forward of the module that fully_shard was called "
+                "on (under ZeRO-3: of a leaf module, see set_z3_leaf_modules), or gather the parameter first."
+            )
 
 
 class GradientSum:

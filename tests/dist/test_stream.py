@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ from longspan.stream.function import Gradients, StreamedLayer
 from longspan.plan.keep import Keep, Memory
 from longspan.stream import prefix
 from longspan.stream.prefix import Prefix
+from longspan.tiled import TiledFunction
 from longspan.tiling import Ambient
 
 pytestmark = pytest.mark.dist
@@ -41,14 +42,19 @@ KEEPS = {
 
 @contextmanager
 def wide() -> Iterator[None]:
-    """Keep fp64 in what streamed layers compute again in backward too, where autograd drops function modes."""
-    real = StreamedLayer.backward
+    """Keep fp64 in what tiles compute again in backward too, where autograd drops function modes."""
 
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        with WideMode():
-            return real(ctx, dy)
+    def widened(real: Any) -> Any:
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            with WideMode():
+                return real(ctx, *gradients)
 
-    with WideMode(), patch.object(StreamedLayer, "backward", staticmethod(backward)):
+        return staticmethod(backward)
+
+    with ExitStack() as patches:
+        patches.enter_context(WideMode())
+        for function in (StreamedLayer, TiledFunction):
+            patches.enter_context(patch.object(function, "backward", widened(function.backward)))
         yield
 
 

@@ -20,6 +20,7 @@ from longspan.batch import CONTEXT, Shard, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
+from longspan.integrations.transformers.norm import NormForward
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
 from longspan.integrations.transformers.routers import Routers
@@ -72,7 +73,9 @@ class Applied:
             for i, layer in enumerate(parts.layers)
             if memory.streams
         ]
-        for module, forward in [(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries, *layers]:
+        norms = [(parts.norm, NormForward(self, parts.norm))] if memory.streams and parts.norm is not None else []
+        own = [(self.model, Forward(self)), (parts.head, HeadForward(self))]
+        for module, forward in [*own, *rotaries, *layers, *norms]:
             self._replaced.append((module, module.__dict__.get("forward")))
             module.forward = forward
         self.model._longspan_applied = self  # type: ignore[assignment]

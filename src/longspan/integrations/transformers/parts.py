@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.integrations.transformers.norm import final_norm
 from longspan.integrations.transformers.rope import rotary_kinds
 
 _WRAPPERS = {
@@ -22,7 +23,7 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Model, trunk, decoder layers, head, input embedding and rotary embeddings."""
+    """Model, trunk, decoder layers, head, input embedding, rotary embeddings and final norm."""
 
     model: PreTrainedModel
     trunk: nn.Module
@@ -31,6 +32,7 @@ class Parts:
     head: nn.Module
     embedding: nn.Module
     rotaries: tuple[nn.Module, ...]
+    norm: nn.Module | None  # what follows the layers, if it is found
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +69,8 @@ class Parts:
         name, layers = lists[0]
         rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
         prefix = found.base_model_prefix
-        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries)
+        norm = final_norm(trunk.get_submodule(name.rpartition(".")[0]), embedding.weight)  # type: ignore[arg-type]
+        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm)
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:

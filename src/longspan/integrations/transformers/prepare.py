@@ -17,6 +17,7 @@ from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
 from longspan.integrations.transformers.applied import Applied, own_config, use_attention
 from longspan.integrations.transformers.attention import NAME, register
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
+from longspan.integrations.transformers.norm import norm_note
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.probe import Shape, probe
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
@@ -79,10 +80,12 @@ def prepare(
     if memory != "auto":
         memory.check_layers(len(parts.layers))
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
+    ways = Memory() if memory == "auto" else memory
     degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
-    plan = replace(plan, reasons=(*plan.reasons, exchange)) if exchange else plan
-    attend, ways = Attend(axes, chosen), Memory() if memory == "auto" else memory
+    notes = (*norm_note(parts.norm, ways), *((exchange,) if exchange else ()))
+    plan = replace(plan, reasons=(*plan.reasons, *notes))
+    attend = Attend(axes, chosen)
     own_config(model, parts.model.config)
     applied = Applied(
         parts, axes, plan, attend, ways, logits=logits, grad_reduction=grad_reduction, in_eval=sequence_parallel_in_eval
