@@ -44,6 +44,7 @@ class ForwardCall:
         self.memory, self.compiler = applied.memory, applied.compiler
         self.names, self.shift_labels, self.output = names, shift_labels, output
         self.results: tuple[Tensor, ...] = ()  # what the head made
+        self.passage = applied.passage(shard)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
 
     def attention(self, request: Request) -> Tensor:
@@ -87,6 +88,7 @@ class Forward:
             out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
+            call.segment = None  # its layers hold on to it, and to this call
         if call.shift_labels is not None and not call.results:
             raise ModelError(
                 f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
@@ -200,6 +202,7 @@ class HeadForward:
             raise ModelError(
                 f"The head was given {list(hidden.shape)} of {call.shard.layout.shard_tokens} tokens a row."
             )
+        call.passage.stash.settle()
         head = Head(self.original, tuple(p for p in self.module.parameters() if p.requires_grad))
         labels = call.shift_labels
         if labels is not None:
