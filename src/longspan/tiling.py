@@ -36,7 +36,8 @@ def private_graph(parameters: Sequence[Tensor]) -> Iterator[None]:
     for parameter, _ in hooks:
         parameter._backward_hooks = None
     try:
-        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        # Not the tensors themselves: a node that saved its own result would hold itself, and with it its whole graph.
+        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
             yield
     finally:
         for parameter, old in hooks:
