@@ -169,6 +169,11 @@ class Arena(ABC):
         while self._dead:
             self.space.give(*self._dead.popleft())
 
+    def used(self) -> int:
+        """Return the bytes in use."""
+        self.collect()
+        return self.space.used
+
     def _watch(self, buffer: mmap.mmap | memoryview, start: int, size: int, kept_alive: object) -> None:
         weakref.finalize(buffer, _leave_word, self._dead, start, size, kept_alive).atexit = False
 

@@ -12,6 +12,7 @@ from longspan.kernels.protocol import wide
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import LayerSize, Operands, Tier, assign, kept_bytes
 from longspan.stream.stash import Stash
+from longspan.tiling import Ambient
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Passage:
     ulysses: tuple[int, int] = (1, 0)
     whole: bool = False
     tiers: list[Tier] | None = None
+    autocast: torch.dtype | None = None
     needs: dict[int, Callable[[], None]] = field(default_factory=dict)
 
     def put(self, layer: int, x: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -39,6 +41,7 @@ class Passage:
             x: the layer's hidden states; those of the first layer tell how long they are.
         """
         if self.tiers is None:
+            self.autocast = Ambient.capture(x.device, rng=False).autocast_dtype
             self.tiers = self.assign([self.bytes(i, self.memory.of(i), x) for i in range(len(self.operands))])
         stood = self.stash.put(tensors, self.tiers[layer])
         if tensors and _hooked():
@@ -61,9 +64,7 @@ class Passage:
 
     def bytes(self, layer: int, keep: Keep, x: Tensor) -> int:
         """Return how much a layer keeps under a decision, x [B, s, d] being like its hidden states."""
-        device, dtype = x.device.type, x.dtype
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = x.dtype if self.autocast is None else self.autocast
         size = LayerSize(
             tokens=x.shape[0] * x.shape[1],
             hidden=x.shape[2],

@@ -142,7 +142,8 @@ class Stash:
                     "let layers keep them on the GPU, or change a copy."
                 )
         for address in [a for a, coming in self._coming.items() if not coming.region.alive]:
-            self._coming.pop(address).copying.join()
+            coming = self._coming.pop(address)
+            coming.copying.join()  # before its memory goes
 
     def finish(self) -> None:
         """Let the host wait until all that leaves has left, so that anybody may read it there."""
@@ -206,9 +207,9 @@ class Stash:
         self._storages = {key: ref for key, ref in self._storages.items() if not ref[0].expired()}
         self._places = {address: place for address, place in self._places.items() if place.region.alive}
         self._usage.record(Tier.GPU, sum(count for _, count in self._storages.values()))
-        for tier, store in self._stores.items():
-            store.arena.collect()
-            self._usage.record(tier, store.arena.space.used)
+        stores = {place.store.tier: place.store for place in self._places.values()} | self._stores
+        for tier in (Tier.HOST, Tier.FILE):
+            self._usage.record(tier, stores[tier].arena.used() if tier in stores else 0)
         moving: Iterable[Tensor] = [t for item in self._leaving for t in item.tensors]
         moving = [*moving, *(coming.tensor for coming in self._coming.values())]
         self._usage.record(MOVING, sum(t.nbytes for t in moving))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import TrainingError
+from longspan.plan.kept import Tier
 from longspan.stream.arena import Arena, FileArena, HostArena, HostMemory, Region
 
 Mark = Any
@@ -77,6 +78,7 @@ class Copying:
 class Store(ABC):
     """Memory outside the GPU, with copies to it and from it."""
 
+    tier: Tier
     arena: Arena
 
     @abstractmethod
@@ -90,6 +92,8 @@ class Store(ABC):
 
 class HostStore(Store):
     """Host memory; all copies run on one stream, so a range may be reused as soon as its copy was asked for."""
+
+    tier = Tier.HOST
 
     def __init__(self, arena: HostArena, device: torch.device) -> None:
         self.arena, self.memory, self.lane = arena, arena.memory, Lane(device)
@@ -120,6 +124,8 @@ class FileStore(Store):
         chunk: bytes of each buffer.
     """
 
+    tier = Tier.FILE
+
     def __init__(self, arena: FileArena, device: torch.device, chunk: int = 1 << 26) -> None:
         self.arena, self.file, self.directory, self.chunk = arena, arena.file, arena.directory, chunk
         self.lane = Lane(device)
@@ -143,7 +149,7 @@ class FileStore(Store):
                 raise TrainingError(
                     f"Kept tensors could not be {what} in the directory {self.directory} ({error}). This step is lost, "
                     "the model is as before it."
-                ) from error
+                ) from error.with_traceback(None)  # whose frames hold the future that holds the error
 
         return Copying(self.lane, result)
 

@@ -47,6 +47,11 @@ class ForwardCall:
         self.passage = applied.passage(shard)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
 
+    def left_behind(self) -> tuple[Tensor, ...]:
+        """Return what the head made, and hold no part of the graph any more, whose nodes hold this object."""
+        results, self.results, self.segment = self.results, (), None
+        return results
+
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
         request.refuse_unknown(self.names)
@@ -88,18 +93,18 @@ class Forward:
             out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
-            call.segment = None  # its layers hold on to it, and to this call
-        if call.shift_labels is not None and not call.results:
+            results = call.left_behind()
+        if call.shift_labels is not None and not results:
             raise ModelError(
                 f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
                 "one now. Resize embeddings and add adapters before longspan.prepare."
             )
         fields = {key: value for key, value in out.items() if key != "logits"}
         if call.output != "loss":
-            return type(out)(**fields, logits=torch.stack(call.results, -1))
+            return type(out)(**fields, logits=torch.stack(results, -1))
         if applied.logits:
             fields["logits"] = out.logits
-        loss = global_loss(call.results[0], call.shard, applied.grad_reduction) if call.results else None
+        loss = global_loss(results[0], call.shard, applied.grad_reduction) if results else None
         return type(out)(loss=loss, **fields)
 
     def _plain(self, where: str, shard: Shard | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
