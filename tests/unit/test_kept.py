@@ -43,6 +43,7 @@ def test_exchanged_heads() -> None:
     uneven = [kept_bytes(Keep.OUT, replace(SIZE, operands=Heads(6, 3), ulysses=4, rank=r)) for r in range(4)]
     lse = 4 * 1024 * 4
     assert [n - uneven[-1] for n in uneven] == [lse, lse, 0, 0]
+    assert kept_bytes(Keep.OUT, replace(SIZE, operands=Heads(6, 3), ulysses=4)) == uneven[0], "the most of any rank"
     assert kept_bytes(Keep.X_O_KV, replace(SIZE, whole=True)) == whole + 8 * 1024 * 1024, "q too"
 
 

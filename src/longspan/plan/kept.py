@@ -35,12 +35,13 @@ class Operands(Protocol):
 
 @dataclass(frozen=True)
 class LayerSize:
-    """What decides how many bytes a layer keeps, on one rank.
+    """What decides how many bytes a layer keeps.
 
     Args:
         tokens: of this rank, over all rows, padding included.
         itemsize: bytes per element of q, k, v and the attention output; `x_itemsize` of the hidden states.
-        ulysses: ranks that exchange heads; `rank` among them, since heads may be divided unevenly.
+        ulysses: ranks that exchange heads.
+        rank: which of them; None for the one that keeps most, as heads may be divided unevenly.
         whole: attention runs once over the whole sequence (with a ring), not tile by tile.
     """
 
@@ -51,7 +52,7 @@ class LayerSize:
     x_itemsize: int
     lse_itemsize: int = 4
     ulysses: int = 1
-    rank: int = 0
+    rank: int | None = None
     whole: bool = False
 
 
@@ -64,8 +65,9 @@ def kept_bytes(keep: Keep, size: LayerSize) -> int:
     if keep is Keep.GRAPH:
         return 0
     o = size.operands
-    split = HeadSplit(o.heads, o.kv_heads, size.ulysses)
-    heads, kv_heads, joined = len(split.query[size.rank]), len(split.key[size.rank]), size.tokens * size.ulysses
+    split, joined = HeadSplit(o.heads, o.kv_heads, size.ulysses), size.tokens * size.ulysses
+    ranks = slice(None) if size.rank is None else slice(size.rank, size.rank + 1)
+    heads, kv_heads = (max(len(part) for part in parts[ranks]) for parts in (split.query, split.key))
     total = 0
     if keep.has_x:
         total += size.tokens * size.hidden * size.x_itemsize

@@ -21,14 +21,14 @@ class Passage:
 
     Args:
         operands: sizes of each layer's attention call.
-        ulysses: ranks that exchange heads, and this rank among them.
+        ulysses: ranks that exchange heads.
         whole: attention runs once over the sequence, not tile by tile.
     """
 
     stash: Stash
     memory: Memory
     operands: Sequence[Operands]
-    ulysses: tuple[int, int] = (1, 0)
+    ulysses: int = 1
     whole: bool = False
     tiers: list[Tier] | None = None
     autocast: torch.dtype | None = None
@@ -63,7 +63,11 @@ class Passage:
             self.needs[max(before)]()
 
     def bytes(self, layer: int, keep: Keep, x: Tensor) -> int:
-        """Return how much a layer keeps under a decision, x [B, s, d] being like its hidden states."""
+        """Return how much a layer keeps under a decision, on the rank that keeps most: all ranks decide alike.
+
+        Args:
+            x: [B, s, d], like the layer's hidden states.
+        """
         dtype = x.dtype if self.autocast is None else self.autocast
         size = LayerSize(
             tokens=x.shape[0] * x.shape[1],
@@ -72,8 +76,7 @@ class Passage:
             itemsize=dtype.itemsize,
             x_itemsize=x.itemsize,
             lse_itemsize=wide(dtype).itemsize,
-            ulysses=self.ulysses[0],
-            rank=self.ulysses[1],
+            ulysses=self.ulysses,
             whole=self.whole,
         )
         return kept_bytes(keep, size)

@@ -177,8 +177,7 @@ class Applied:
         if self.stash.budget != self.memory.budget:
             self.stash.close()
             self.stash = Stash(self.parts.device, self.memory.budget)
-        ulysses = self.mesh.ulysses
-        return Passage(self.stash, self.memory, self.operands, (ulysses.size, ulysses.rank), shard.layout.ring > 1)
+        return Passage(self.stash, self.memory, self.operands, self.mesh.ulysses.size, shard.layout.ring > 1)
 
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the world axis, for training without an engine that does it.
