@@ -19,8 +19,9 @@ from longspan.stream.arguments import Arguments
 from longspan.stream.calls import Answer
 from longspan.stream.compiled import CompiledHalves
 from longspan.stream.halves import ROUTING, Halves
+from longspan.stream.passage import Passage
 from longspan.stream.routing import Choices, TileRouting
-from longspan.stream.segment import Segment, State
+from longspan.stream.segment import Member, Segment, State
 from longspan.tiling import Ambient, GradientSum, first_order, private_graph
 
 
@@ -306,9 +307,14 @@ class CompiledTile(TileBackward):
         return self.gradients.x[:, self.at.start : self.at.stop]
 
 
-class SegmentSlot(Protocol):
-    """Holds the segment that the layers of one forward pass are in."""
+class Passing(Protocol):
+    """What the layers of one forward pass share.
 
+    Args:
+        segment: the one that the layers at hand are in.
+    """
+
+    passage: Passage
     segment: Segment | None
 
 
@@ -317,29 +323,49 @@ class Pass:
     """One forward pass of one layer.
 
     Args:
-        opens: whether the next layer keeps nothing, so that this one starts a segment.
-        slot: where the segment at hand is; a layer that opens one puts it there.
+        index: of the layer in the model.
+        opens: whether the next layer keeps no hidden states, so that this one starts a segment.
+        shared: where the segment at hand is; a layer that opens one puts it there.
     """
 
     layer: nn.Module
+    index: int
     mixing: Mixing
     keep: Keep
     opens: bool
-    slot: SegmentSlot
+    shared: Passing
 
-    def remember(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> tuple[Segment, int] | None:
-        """Enter the layer into its segment; None if it belongs to none and keeps its own state."""
+    @property
+    def passage(self) -> Passage:
+        """What the layers of this forward pass keep."""
+        return self.shared.passage
+
+    def remember(
+        self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor
+    ) -> tuple[Segment | None, int, tuple[Tensor, ...]]:
+        """Put away what the layer keeps -> its segment and its place there, or tensors that it must hold itself."""
+        segment = self._segment(x)
+        stood = self.passage.put(self.index, x, (x, *kept) if self.keep.has_x else kept)
+        if segment is None:
+            self.passage.expect(self.index, self.passage.stash.fetcher(stood))
+            return None, 0, stood
+        count = int(self.keep.has_x)
+        member = Member(self.index, self.layer, self.mixing, self.keep, stood[:count], stood[count:])
+        return segment, segment.add(member, y), ()
+
+    def _segment(self, x: Tensor) -> Segment | None:
+        """Return the segment that the layer belongs to, if it does."""
         if self.opens:
-            self.slot.segment = Segment(State(x.detach(), kept, self.keep))
-        elif self.keep is not Keep.NONE:
+            self.shared.segment = Segment(self.passage)
+        elif not self.keep.rebuilds:
             return None
-        segment = self.slot.segment
+        segment = self.shared.segment
         if segment is None or not (self.opens or segment.follows(x)):
             raise ModelError(
-                f"A {type(self.layer).__name__} that keeps nothing was not given what the layer before it returned, so "
-                "it cannot be rebuilt; let it keep its hidden states."
+                f"A {type(self.layer).__name__} that keeps no hidden states was not given what the layer before it "
+                "returned, so they cannot be rebuilt; let it keep them."
             )
-        return segment, segment.add(self.layer, self.mixing, y)
+        return segment
 
 
 class StreamedLayer(torch.autograd.Function):
@@ -354,8 +380,9 @@ class StreamedLayer(torch.autograd.Function):
         with nullcontext() if routing is None else routing.forward():
             kept = run.mixing.forward(x, y, run.keep)
         if differentiable:
-            ctx.run, ctx.parameters, ctx.place = run, parameters, run.remember(x, kept, y)
-            ctx.save_for_backward(*((x, *kept) if ctx.place is None else ()))
+            ctx.run, ctx.parameters = run, parameters
+            ctx.segment, ctx.position, held = run.remember(x, kept, y)
+            ctx.save_for_backward(*held)
         if routing is None or routing.total is None:
             return y
         ctx.mark_non_differentiable(routing.total.counts)
@@ -365,12 +392,13 @@ class StreamedLayer(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor, *d_choices: Tensor) -> tuple[Tensor | None, ...]:
         run: Pass = ctx.run
-        if ctx.place is None:
-            x, *kept = ctx.saved_tensors
+        run.passage.stash.settle()
+        if ctx.segment is None:
+            x, *kept = run.passage.stash.get(ctx.saved_tensors)
             state = State(x, tuple(kept), run.keep)
         else:
-            segment, position = ctx.place
-            state = segment.take(position)
+            state = ctx.segment.take(ctx.position)
+        run.passage.ahead(run.index)
         gradients = Gradients(state.x, dy, ctx.parameters, ctx.needs_input_grad[2], d_choices[:1])
         with private_graph(ctx.parameters):
             run.mixing.backward(state.x, state.kept, state.keep, gradients)
