@@ -21,6 +21,7 @@ from longspan.stream.halves import Halves
 from longspan.stream.mixing import PrefixMixing, WholeMixing
 from longspan.stream.routing import Balance, Choices, TileRouting
 from longspan.stream.segment import Segment
+from longspan.stream.settings import Settings
 
 
 class StreamedCall(Protocol):
@@ -76,7 +77,8 @@ class Streamed:
         draws = self.layer.training and not compiles  # compiled code is seen to draw nothing
         routing = None if call.balance is None else call.balance.of(self.layer)
         listening = None if routing is None else TileRouting(routing)
-        run = LayerRun(halves, arguments, call.shard.tiles.local, draws, call.names, routing=listening)
+        tiles, settings = call.shard.tiles.local, Settings(self.layer)
+        run = LayerRun(halves, arguments, tiles, draws, call.names, settings, routing=listening)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         opens = keep is not Keep.NONE and memory.of(self.index + 1) is Keep.NONE
         layer_pass = Pass(self.layer, self._mixing(run, call), keep, opens, call)
