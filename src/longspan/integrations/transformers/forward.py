@@ -194,11 +194,12 @@ class Forward:
 
     def _balances(self, kwargs: dict[str, Any]) -> bool:
         """Tell whether the router's auxiliary loss is asked for, and keep the model from computing its own."""
-        asked = kwargs.pop(ROUTER_LOGITS, None)
-        asked = getattr(self.applied.model.config, ROUTER_LOGITS, False) if asked is None else asked
+        asked, setting = kwargs.pop(ROUTER_LOGITS, None), getattr(self.applied.model.config, ROUTER_LOGITS, False)
+        if setting or asked:
+            kwargs[ROUTER_LOGITS] = False
+        asked = setting if asked is None else asked
         if asked:
             self.applied.routers.known()
-            kwargs[ROUTER_LOGITS] = False
         return bool(asked)
 
 
