@@ -124,7 +124,7 @@ class Forward:
     def _balanced(self, call: ForwardCall, balance: Balance, loss: Tensor | None) -> dict[str, Tensor | None]:
         """Add the router's auxiliary loss to the loss, with the model's own factor."""
         applied, model = self.applied, cast(Any, self.applied.model)
-        choices, top_k = balance.total(applied.parts.trunk), balance.router.top_k
+        choices, top_k = balance.total(len(applied.routers.gates)), balance.router.top_k
         auxiliary, weight = balance_loss(choices, top_k, call.shard, call.shift_labels, applied.grad_reduction)
         if loss is not None:
             loss = loss + model.router_aux_loss_coef * weight * auxiliary
