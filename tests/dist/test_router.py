@@ -203,8 +203,11 @@ def borders_case() -> None:
         twin.model.layers[0].mlp.gate = type(gate)(twin.config).double()
         with pytest.raises(ModelError, match="1 gates ran in a model that has 2"):
             twin(**part)
+        twin._longspan_applied.remove()
+        assert handle.routers.router is not None and handle.routers.router.tap.gates(model) == 2
         handle.remove()
-        assert not any("Tap" in type(hook).__name__ for m in model.modules() for hook in m._forward_hooks.values())
+        for each in (model, twin):
+            assert not any("Tap" in type(hook).__name__ for m in each.modules() for hook in m._forward_hooks.values())
         out = longspan.prepare(model, 1, logits=True)
         unlabelled = model(**out.shard({"input_ids": batch["input_ids"]}))
         assert unlabelled.loss is None and apart(float(unlabelled.aux_loss), float(plain.aux_loss)) < TOLERANCE

@@ -28,7 +28,7 @@ class Settings:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.modules = [(module, _plain(module)) for module in layer.modules()]
+        self.modules = [(module, plain_settings(module)) for module in layer.modules()]
         self.parameters = _parameters(layer)
 
     @contextmanager
@@ -93,7 +93,7 @@ def _parameters(layer: nn.Module) -> list[tuple[Tensor, bool, int]]:
     return [(p, p.requires_grad, p._version) for p in layer.parameters()]
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
+def plain_settings(module: nn.Module) -> dict[str, Any]:
     """Return a module's settings: plain values, and public collections of them, copied."""
     found = {}
     for name, value in vars(module).items():
@@ -111,4 +111,4 @@ def _differ(now: Any, then: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)
+    return value is None or isinstance(value, bool | int | float | str)
