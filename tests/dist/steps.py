@@ -91,7 +91,9 @@ def truth_of(model: Any, micro_batches: Sequence[Sequence[Rows]]) -> Truth:
         logits: list[tuple[Tensor, ...]] = []
         for ids, labels in (document for rows in batch for document in rows.alone()):
             out = plain(input_ids=ids[None], use_cache=False)
-            total = total + F.cross_entropy(out.logits[0, :-1], labels[1:], ignore_index=-100, reduction="sum") / targets
+            total = (
+                total + F.cross_entropy(out.logits[0, :-1], labels[1:], ignore_index=-100, reduction="sum") / targets
+            )
             logits.append(out.router_logits if balances else ())
         if balances:
             joined = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))

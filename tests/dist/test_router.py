@@ -76,7 +76,9 @@ def test_padding_data_ranks_and_accumulation(run_ranks: RunRanks, world: int, ri
 @contextmanager
 def _undifferentiated() -> Iterator[None]:
     real = Gradients.of
-    with patch.object(Gradients, "of", lambda self, at: [real(self, at)[0], *map(torch.zeros_like, real(self, at)[1:])]):
+    with patch.object(
+        Gradients, "of", lambda self, at: [real(self, at)[0], *map(torch.zeros_like, real(self, at)[1:])]
+    ):
         yield
 
 

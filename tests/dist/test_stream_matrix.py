@@ -49,7 +49,9 @@ def test_gradients_equal_one_device(run_ranks: RunRanks, preset: str, degrees: s
 
 def test_the_cases_cover_every_pair() -> None:
     everything = [case for preset, degrees in product(PRESETS, DEGREES) for case in cases(preset, degrees)]
-    values = [(c.preset, c.degrees, c.memory.keep, c.memory.tile_tokens, c.engine, c.batch.split(",")[0]) for c in everything]
+    values = [
+        (c.preset, c.degrees, c.memory.keep, c.memory.tile_tokens, c.engine, c.batch.split(",")[0]) for c in everything
+    ]
     for i, j in [(i, j) for i in range(6) for j in range(i)]:
         pairs = {(str(v[i]), str(v[j])) for v in values}
         assert len(pairs) == len({str(v[i]) for v in values}) * len({str(v[j]) for v in values}), (i, j)

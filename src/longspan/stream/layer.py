@@ -83,7 +83,7 @@ class Streamed:
         opens = keep is not Keep.NONE and memory.of(self.index + 1) is Keep.NONE
         layer_pass = Pass(self.layer, self._mixing(run, call), keep, opens, call)
         results = StreamedLayer.apply(layer_pass, torch.is_grad_enabled(), x, *parameters)
-        if routing is None:
+        if call.balance is None or routing is None:
             return results
         y, *choices = results
         call.balance.add(Choices(*choices), routing.gates)

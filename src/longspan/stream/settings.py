@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from longspan.errors import TrainingError
 
 _FOLDED = "merged_adapters"
-"""Attribute of PEFT's layers that lists the adapters folded into the weights; it can be put back, the weights cannot."""
+"""Where layers of PEFT list the adapters that are folded into the weights, which cannot be put back as a name can."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
