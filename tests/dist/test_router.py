@@ -16,6 +16,7 @@ from models import Rows, build
 from pool import RunRanks
 from steps import COEFFICIENT, Case, Errors, all_errors, gradients, make, step_errors, truth_of
 from torch import Tensor
+from transformers.integrations import moe
 
 import longspan
 from longspan.check.float64 import float64_throughout
@@ -122,8 +123,6 @@ def test_a_mistake_is_seen(run_ranks: RunRanks, mistake: str) -> None:
 
 def compiled_case(keep: Any, tile: int, experts: str) -> Errors:
     """Train one step with compiled halves and experts that can be traced."""
-    from transformers.integrations import moe
-
     with patch.object(moe, "_can_use_grouped_mm", lambda *args, **kwargs: False):  # it knows no fp64
         return _experts(experts, Memory(tile, keep, "eager"))
 
@@ -143,6 +142,8 @@ def _experts(experts: str, memory: Memory) -> Errors:
 
 @pytest.mark.parametrize(("experts", "world"), [("grouped_mm", 2), ("batched_mm", 1)])
 def test_compiled_layers_with_experts(run_ranks: RunRanks, experts: str, world: int) -> None:
+    if experts == "grouped_mm" and not hasattr(moe, "_grouped_mm_fallback_backward_fake"):
+        pytest.skip("in fp64 this transformers replaces grouped_mm by what cannot be traced")
     tiles = ((Keep.X_O_KV, 4), ((Keep.X, Keep.NONE), 4), (Keep.GRAPH, 16 // world))
     for keep, tile in tiles:
         for errors in run_ranks(world, compiled_case, keep, tile, experts):
