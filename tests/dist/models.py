@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **_sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
     ),
+    "mixtral": lambda: MixtralConfig(**_sizes(num_local_experts=3, num_experts_per_tok=2, intermediate_size=16)),
 }
 
 

@@ -129,11 +129,12 @@ def any_memory(seed: int) -> Memory:
     """Make up decisions that may follow each other, and budgets."""
     draw = random.Random(seed)
     keep: list[Keep] = []
+    eager = [k for k in Keep if k is not Keep.PRODUCTS]
     for _ in range(LAYERS):
         first = not keep or keep[-1] is Keep.GRAPH
-        keep.append(draw.choice([k for k in Keep if not (first and k.rebuilds)]))
+        keep.append(draw.choice([k for k in eager if not (first and k.rebuilds)]))
     keep[-1] = Keep.X if keep == [Keep.GRAPH] * LAYERS else keep[-1]
-    rebuilt = tuple(draw.choice([k for k in Keep if k is not Keep.GRAPH]) for _ in range(LAYERS))
+    rebuilt = tuple(draw.choice([k for k in eager if k is not Keep.GRAPH]) for _ in range(LAYERS))
     budget = Budget(draw.choice([0, 9_000, 40_000]), draw.choice([0, 30_000, 90_000]), TEMPORARY)
     return Memory(draw.choice([3, 7, 100]), tuple(keep), None, rebuilt, budget)
 

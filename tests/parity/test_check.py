@@ -38,6 +38,14 @@ def summed_gradients() -> Any:
     return patch.object(forward, "global_loss", lambda local, shard, reduction: right(local, shard, "sum"))
 
 
+def unbalanced() -> Any:
+    """Leave the router's auxiliary loss out of the gradient."""
+    from longspan.integrations.transformers import forward
+
+    right = forward.balance_loss
+    return patch.object(forward, "balance_loss", lambda *args: (right(*args)[0].detach(), right(*args)[1]))
+
+
 def own_log_sum_exp() -> Any:
     """Give each block's backward its own output and log-sum-exp in place of the final ones."""
     right = Cpu.backward
@@ -138,6 +146,14 @@ def test_exact_models_pass(run_ranks: RunRanks, settings: Settings) -> None:
         assert case["eval_rel_err"] < 1e-12
         assert case["leak"] == 0
     assert json.loads(json.dumps(result)) == result
+
+
+def test_the_auxiliary_loss_of_routers_is_part_of_the_check(run_ranks: RunRanks) -> None:
+    settings = Settings("tiny-moe", 2, ulysses=1, ring=2, seq_len=32)
+    balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    assert run_ranks(2, check_with, "nothing", settings, **balanced)[0]["ok"]
+    result = run_ranks(2, check_with, "unbalanced", settings, **balanced)[0]
+    assert failed_figures(result) == {"grad_rel_err"}
 
 
 def test_degrees_are_the_automatic_ones_and_the_others(run_ranks: RunRanks) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from longspan.optim.memory import available_bytes
 from torch import Tensor, nn
 
 from longspan.errors import ConfigError
 from longspan.optim import KINDS, HostAdamW, build_optimizer, check_kind, host_bytes, set_learning_rate
+from longspan.optim.memory import available_bytes
 from longspan.optim.staging import Allowance, HostLane
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

@@ -157,8 +157,8 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "attention-dropout": (lambda: llama(attention_dropout=0.1), "attention_dropout=0.1"),
     "router-loss": (
-        lambda: model(hf.Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=8, output_router_logits=True)),
-        "output_router_logits=True",
+        lambda: llama(output_router_logits=True),
+        "output_router_logits=True: LlamaForCausalLM does not declare which of its modules make router logits",
     ),
     "no-head": (
         lambda: hf.AutoModel.from_config(hf.LlamaConfig(**SIZES)),
@@ -277,7 +277,6 @@ def handle() -> Any:
         ({"cu_seq_lens_q": torch.tensor([0, 12])}, "cannot be called with cu_seq_lens_q: handle.shard reads it"),
         ({"num_items_in_batch": 7}, r"cannot be called with num_items_in_batch: .* handle.shard\(batch, num_items"),
         ({"output_attentions": True}, "cannot be called with output_attentions"),
-        ({"output_router_logits": True}, "cannot be called with output_router_logits"),
         ({"use_cache": True}, "KV cache"),
         ({"past_key_values": hf.DynamicCache()}, "KV cache"),
         ({"cache": hf.DynamicCache()}, "KV cache"),
@@ -383,11 +382,9 @@ def test_settings_changed_behind_our_back_are_noticed() -> None:
         applied.model(**part)
     applied.model.eval()
     applied.model(**part)
-    experts: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
-    moe = longspan.prepare(model(hf.Qwen3MoeConfig(**SIZES, **experts)))
-    moe.model.config.output_router_logits = True
-    with pytest.raises(BatchError, match="output_router_logits"):
-        moe.model(**moe.shard(batch()))
+    applied.model.config.output_router_logits = True
+    with pytest.raises(ModelError, match="output_router_logits=True: LlamaForCausalLM does not declare"):
+        applied.model(**part)
 
 
 def test_another_head_behind_our_back_is_noticed() -> None:

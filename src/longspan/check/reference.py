@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan.check.samples import IGNORED, Document, Sample
+from longspan.integrations.transformers.routers import own_loss
 
 Gradients = Mapping[str, Tensor]
 """Gradients by parameter name; a parameter without one is absent."""
@@ -20,15 +21,20 @@ Gradients = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Truth:
-    """Loss of each predicted token [N], in document order, and the gradients of their mean."""
+    """Loss of each predicted token [N], in document order, and the gradients of the loss.
+
+    Args:
+        auxiliary: what the router's auxiliary loss adds.
+    """
 
     losses: Tensor
     gradients: Gradients
+    auxiliary: float = 0.0
 
     @property
     def loss(self) -> float:
-        """Mean over the predicted tokens."""
-        return float(self.losses.sum()) / max(len(self.losses), 1)
+        """Mean over the predicted tokens, and what is added to it."""
+        return float(self.losses.sum()) / max(len(self.losses), 1) + self.auxiliary
 
 
 def truth_of(model: nn.Module, sample: Sample, shows_length: bool, exact: bool = True) -> Truth:
@@ -39,24 +45,36 @@ def truth_of(model: nn.Module, sample: Sample, shows_length: bool, exact: bool =
         exact: attention written out, without a fused kernel.
     """
     model.zero_grad(set_to_none=True)
-    losses = []
+    losses, routed, auxiliary = [], [], 0.0
     with sdpa_kernel(SDPBackend.MATH) if exact else nullcontext():
         for document in sample.documents:
-            found = _token_losses(model, sample, document, shows_length)
+            found, router_logits = _token_losses(model, sample, document, shows_length)
+            routed.append(router_logits)
             if len(found):
-                torch.autograd.backward(found.sum() / sample.targets)
+                torch.autograd.backward(found.sum() / sample.targets, retain_graph=bool(router_logits))
                 losses.append(found.detach())
+        if any(routed):
+            balance = _balance(model, routed)
+            torch.autograd.backward(balance)
+            auxiliary = float(balance.detach())
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return Truth(torch.cat(losses), gradients)
+    return Truth(torch.cat(losses), gradients, auxiliary)
 
 
-def _token_losses(model: nn.Module, sample: Sample, document: Document, shows_length: bool) -> Tensor:
-    """Return the cross-entropy of each predicted token of a document, from its logits."""
+def _balance(model: Any, routed: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """Return what the router's auxiliary loss of all documents together adds to the loss."""
+    joined = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
+    loss: Any = own_loss(model)
+    return model.router_aux_loss_coef * loss(joined, model.num_experts, model.num_experts_per_tok)
+
+
+def _token_losses(
+    model: nn.Module, sample: Sample, document: Document, shows_length: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the cross-entropy of each predicted token of a document, from its logits, and those of its routers."""
     labels = sample.labels(document)[1:]
     predicted = labels != IGNORED
-    if not predicted.any():
-        return torch.empty(0)
     device = next(model.parameters()).device
     ids = sample.ids[document.row : document.row + 1, document.start : document.stop].to(device)
     positions = torch.arange(len(document), device=device)[None]
@@ -65,8 +83,9 @@ def _token_losses(model: nn.Module, sample: Sample, document: Document, shows_le
             ids.expand(2, -1),
             torch.cat([positions, positions + sample.largest_position - len(document) + 1]),
         )
-    logits: Any = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1]
-    return F.cross_entropy(logits.float()[predicted], labels[predicted].to(device), reduction="none")
+    out: Any = model(input_ids=ids, position_ids=positions, use_cache=False)
+    losses = F.cross_entropy(out.logits[0, :-1].float()[predicted], labels[predicted].to(device), reduction="none")
+    return losses, tuple(layer[: len(document)] for layer in getattr(out, "router_logits", None) or ())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from longspan.stream.graph import DifferentiableHalves
 from longspan.stream.halves import ROUTING, Halves
 from longspan.stream.joint import Joint, divide, writes
 from longspan.stream.routing import Choices, Routing
+from longspan.stream.settings import plain_settings
 
 Graph = Callable[..., Any]
 
@@ -343,11 +345,15 @@ class Slots:
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
     """Return a module's settings and hooks; its index in the model makes no difference to what it computes."""
-    simple = (bool, int, float, str, type(None))
-    items = [(k, v) for k, v in vars(module).items() if isinstance(v, simple) and k != "layer_idx"]
+    items = [(name, repr(value)) for name, value in plain_settings(module).items() if name != "layer_idx"]
     nested = [(k, repr(v)) for k, v in vars(module).items() if isinstance(v, dict | list | tuple | set) and k[0] != "_"]
     hooks = [("hook", id(hook)) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())]
-    return (*sorted(items, key=lambda item: item[0]), *sorted(nested), *hooks)
+    numbered = sorted({*items, *nested})
+    return (*((name, _NUMBER_IN_NAME.sub(".N.", value)) for name, value in numbered), *hooks)
+
+
+_NUMBER_IN_NAME = re.compile(r"\.\d+\.")
+"""The index of a layer in the name of a module, which adapters note down."""
 
 
 def _refuse_random(traced: torch.fx.GraphModule) -> None:

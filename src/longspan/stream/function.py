@@ -22,6 +22,7 @@ from longspan.stream.halves import ROUTING, Halves
 from longspan.stream.passage import Passage
 from longspan.stream.routing import Choices, TileRouting
 from longspan.stream.segment import Member, Segment, State
+from longspan.stream.settings import Settings
 from longspan.tiling import Ambient, GradientSum, first_order, private_graph
 
 
@@ -33,6 +34,7 @@ class LayerRun:
         halves: the layer's code before and after its attention.
         draws: whether something in the layer may draw random numbers; each tile then replays its own.
         names: what the caller of the model passed, and layers only hand on.
+        settings: of the layer, as they are now.
         routing: the layer's gates, if they are listened to.
     """
 
@@ -41,6 +43,7 @@ class LayerRun:
     tiles: tuple[Piece, ...]
     draws: bool
     names: frozenset[str]
+    settings: Settings
     ambients: dict[int, Ambient] = field(default_factory=dict)
     routing: TileRouting | None = None
 

@@ -22,6 +22,7 @@ from longspan.stream.mixing import PrefixMixing, WholeMixing
 from longspan.stream.passage import Passage
 from longspan.stream.routing import Balance, Choices, TileRouting
 from longspan.stream.segment import Segment
+from longspan.stream.settings import Settings
 
 
 class StreamedCall(Protocol):
@@ -78,12 +79,13 @@ class Streamed:
         draws = self.layer.training and not compiles  # compiled code is seen to draw nothing
         routing = None if call.balance is None else call.balance.of(self.layer)
         listening = None if routing is None else TileRouting(routing)
-        run = LayerRun(halves, arguments, call.shard.tiles.local, draws, call.names, routing=listening)
+        tiles, settings = call.shard.tiles.local, Settings(self.layer)
+        run = LayerRun(halves, arguments, tiles, draws, call.names, settings, routing=listening)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         opens = keep.has_x and memory.of(self.index + 1).rebuilds
         layer_pass = Pass(self.layer, self.index, self._mixing(run, call), keep, opens, call)
         results = StreamedLayer.apply(layer_pass, torch.is_grad_enabled(), x, *parameters)
-        if routing is None:
+        if call.balance is None or routing is None:
             return results
         y, *choices = results
         call.balance.add(Choices(*choices), routing.gates)

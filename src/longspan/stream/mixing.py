@@ -17,6 +17,7 @@ from longspan.comm.pending import Pending
 from longspan.plan.keep import Keep
 from longspan.stream.function import Gradients, LayerRun, Mixing, TileBackward
 from longspan.stream.prefix import Prefix, Tiles
+from longspan.stream.settings import as_then
 
 
 class PrefixMixing(Mixing):
@@ -34,6 +35,7 @@ class PrefixMixing(Mixing):
         self.scale = 0.0
         self.counts: list[int] = []  # of the products that each tile keeps
 
+    @as_then
     def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
         """Fill y; return k and v, out and lse of each tile, q and the products of each tile, where they are kept."""
         walk = _Forward(self, x, y, keep)
@@ -46,12 +48,14 @@ class PrefixMixing(Mixing):
         products = (product for products in walk.products for product in products)
         return (*(walk.prefix.keys_values() if keep.has_kv else ()), *walk.kept, *walk.queries, *products)
 
+    @as_then
     def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
         """Fill y from the kept attention output."""
         outs = self._kept(kept).results
         for index, (at, out) in enumerate(zip(self.run.tiles, outs, strict=True)):
             y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out[0])[0]
 
+    @as_then
     def backward(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep, gradients: Gradients) -> None:
         """Take the tiles in descending order, so that a tile's dk and dv are final at its turn."""
         walk = _Backward(self, *self._restore(x, self._kept(kept), keep), gradients)
@@ -254,6 +258,7 @@ class WholeMixing(Mixing):
         self.counts: list[int] = []  # of the products that each tile keeps
         self.ulysses: Ulysses | None = None
 
+    @as_then
     def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
         """Fill y; return q, k and v of this rank's heads if kept, then out of its tokens and lse if kept."""
         first = self.ulysses is None
@@ -279,12 +284,14 @@ class WholeMixing(Mixing):
             found += products
         return found
 
+    @as_then
     def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
         """Fill y from the kept attention output."""
         out = kept[-2]
         for index, at in enumerate(self.run.tiles):
             y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out[:, at.start : at.stop])[0]
 
+    @as_then
     def backward(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep, gradients: Gradients) -> None:
         """Inject with gradients, differentiate attention, capture with gradients."""
         ulysses, run = self.ulysses, self.run

@@ -188,13 +188,15 @@ class Balance:
         gates = self.router.tap.gates(layer)
         return Routing(self.router, gates, self.real) if gates else None
 
-    def total(self, model: nn.Module) -> Choices:
+    def total(self, expected: int) -> Choices:
         """Return the sum over all gates.
+
+        Args:
+            expected: the number of gates.
 
         Raises:
             ModelError: a gate did not run, or ran twice.
         """
-        expected = self.router.tap.gates(model)
         if self.gates != expected or not self.choices:
             raise ModelError(
                 f"{self.gates} gates ran in a model that has {expected}: the router's auxiliary loss would be wrong. "

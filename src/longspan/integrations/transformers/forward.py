@@ -132,7 +132,7 @@ class Forward:
     def _balanced(self, call: ForwardCall, balance: Balance, loss: Tensor | None) -> dict[str, Tensor | None]:
         """Add the router's auxiliary loss to the loss, with the model's own factor."""
         applied, model = self.applied, cast(Any, self.applied.model)
-        choices, top_k = balance.total(applied.parts.trunk), balance.router.top_k
+        choices, top_k = balance.total(len(applied.routers.gates)), balance.router.top_k
         auxiliary, weight = balance_loss(choices, top_k, call.shard, call.shift_labels, applied.grad_reduction)
         if loss is not None:
             loss = loss + model.router_aux_loss_coef * weight * auxiliary
@@ -202,11 +202,12 @@ class Forward:
 
     def _balances(self, kwargs: dict[str, Any]) -> bool:
         """Tell whether the router's auxiliary loss is asked for, and keep the model from computing its own."""
-        asked = kwargs.pop(ROUTER_LOGITS, None)
-        asked = getattr(self.applied.model.config, ROUTER_LOGITS, False) if asked is None else asked
+        asked, setting = kwargs.pop(ROUTER_LOGITS, None), getattr(self.applied.model.config, ROUTER_LOGITS, False)
+        if setting or asked:
+            kwargs[ROUTER_LOGITS] = False
+        asked = setting if asked is None else asked
         if asked:
             self.applied.routers.known()
-            kwargs[ROUTER_LOGITS] = False
         return bool(asked)
 
 

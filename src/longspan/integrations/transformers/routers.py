@@ -44,7 +44,7 @@ class Routers:
         if not gates:
             return cls(why_not=f"no layer of this {name} has a router.")
         experts, top_k = (getattr(parts.model, key, None) for key in ("num_experts", "num_experts_per_tok"))
-        loss, factor = _theirs(parts.model), getattr(parts.model, "router_aux_loss_coef", None)
+        loss, factor = own_loss(parts.model), getattr(parts.model, "router_aux_loss_coef", None)
         if loss is None or factor is None or not isinstance(experts, int) or not isinstance(top_k, int):
             return cls(why_not=f"longspan does not know how {name} makes an auxiliary loss of its router logits.")
         router = Router(Tap(declared.index), experts, top_k)
@@ -83,8 +83,8 @@ def real_tokens(shard: Shard, device: torch.device) -> Tensor | None:
     return None if bool(real.all()) else real.to(device, non_blocking=True)
 
 
-def _theirs(model: nn.Module) -> Callable[..., Any] | None:
-    """Return the auxiliary loss of a model's modelling file."""
+def own_loss(model: nn.Module) -> Callable[..., Any] | None:
+    """Return the auxiliary loss of a model's modelling file: (router logits, experts, top_k, mask) -> 0-d."""
     modules = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
     return next((getattr(m, _LOSS) for m in modules if hasattr(m, _LOSS)), None)
 
