@@ -23,7 +23,7 @@ from longspan.check.float64 import float64_throughout
 from longspan.errors import ModelError
 from longspan.integrations.transformers import forward
 from longspan.plan.keep import Keep, Memory
-from longspan.stream.function import Gradients
+from longspan.stream.run import Gradients
 from longspan.stream.routing import Choices, TileRouting
 
 pytestmark = pytest.mark.dist

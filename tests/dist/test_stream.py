@@ -19,7 +19,8 @@ from torch import Tensor
 import longspan
 from longspan.attention.ulysses import Ulysses
 from longspan.errors import ConfigError, ModelError, TrainingError
-from longspan.stream.function import Gradients, StreamedLayer
+from longspan.stream.function import StreamedLayer
+from longspan.stream.run import Gradients
 from longspan.plan.keep import Keep, Memory
 from longspan.stream import prefix
 from longspan.stream.prefix import Prefix

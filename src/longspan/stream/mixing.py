@@ -15,8 +15,9 @@ from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
 from longspan.comm.pending import Pending
 from longspan.plan.keep import Keep
-from longspan.stream.function import Gradients, LayerRun, Mixing, TileBackward
+from longspan.stream.function import Mixing
 from longspan.stream.prefix import Prefix, Tiles
+from longspan.stream.run import Gradients, LayerRun, TileBackward
 from longspan.stream.settings import as_then
 
 
