@@ -85,6 +85,8 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers
         return _mixed_heads(dtype, seed)
     config = FAMILIES[family]()
     config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * layers
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").to(
         dtype
     )

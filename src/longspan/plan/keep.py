@@ -41,6 +41,11 @@ class Keep(StrEnum):
         return self in (Keep.PRODUCTS, Keep.X_O_KV, Keep.X_O, Keep.X)
 
     @property
+    def rebuilds(self) -> bool:
+        """Whether the hidden states are rebuilt from those of an earlier layer."""
+        return self in (Keep.OUT, Keep.NONE)
+
+    @property
     def has_kv(self) -> bool:
         """Whether keys and values are kept."""
         return self in (Keep.PRODUCTS, Keep.X_O_KV)
@@ -60,6 +65,13 @@ class Budget:
     host_bytes: int = 0
     directory: str | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in (("gpu_bytes", self.gpu_bytes), ("host_bytes", self.host_bytes)):
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ConfigError(f"{name} must be a number of bytes, 0 or more, got {value!r}.")
+        if self.gpu_bytes is None and (self.host_bytes or self.directory is not None):
+            raise ConfigError("host_bytes and directory have no effect without gpu_bytes, as nothing leaves the GPU.")
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -69,8 +81,9 @@ class Memory:
         tile_tokens: tokens of a rank per tile; None for one tile.
         keep: one decision for all layers, or one per layer.
         compile: backend of torch.compile that the layers' halves run through; None runs them as they are.
-        rebuilt: what a layer that kept nothing keeps once it is rebuilt, until its own backward: one decision for all
-            such layers, or one per layer.
+        rebuilt: what a layer whose attention has run again, so that later layers could be rebuilt, keeps from then to
+            its own backward: one decision for all such layers, or one per layer. With `none` it is rebuilt once more
+            and then keeps `x+O`. A layer that kept its hidden states goes on keeping them.
         budget: where what is kept may lie.
     """
 
@@ -86,22 +99,31 @@ class Memory:
             return self.keep
         return self.keep[layer] if layer < len(self.keep) else Keep.GRAPH
 
+    def again(self, layer: int, keep: Keep) -> Keep:
+        """Return what a layer that kept `keep`, and no attention output, keeps after it has been run again."""
+        rebuilt = self.rebuilt if isinstance(self.rebuilt, Keep) else self.rebuilt[layer]
+        return _WITH_X.get(rebuilt, rebuilt) if keep.has_x else rebuilt
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", _decisions(self.keep))
+        object.__setattr__(self, "rebuilt", _decisions(self.rebuilt))
         if self.tile_tokens is not None and (not isinstance(self.tile_tokens, int) or self.tile_tokens < 1):
             raise ConfigError(f"tile_tokens must be at least 1, got {self.tile_tokens}.")
         if self.tile_tokens is None and self.compile is not None:
             raise ConfigError("compile needs tile_tokens: code is compiled for tiles of that size.")
-        if Keep.PRODUCTS in self.decisions and self.compile is None:
+        if Keep.PRODUCTS in (*self.decisions, *_listed(self.rebuilt)) and self.compile is None:
             raise ConfigError("keep 'products' needs compile: products are found in the compiled code.")
         if self.tile_tokens is not None and not self.streams:
             raise ConfigError(f"tile_tokens={self.tile_tokens} has no effect on layers that keep their graph.")
+        if Keep.GRAPH in _listed(self.rebuilt):
+            raise ConfigError("rebuilt cannot be 'graph': layers that are rebuilt keep no graph.")
         before = Keep.GRAPH
         for layer, keep in enumerate(self.decisions):
-            if keep is Keep.NONE and before is Keep.GRAPH:
+            if keep.rebuilds and before is Keep.GRAPH:
                 raise ConfigError(
-                    f"Layer {layer} keeps nothing, but the layer before it keeps no hidden states to rebuild it from: "
-                    "start each run of 'none' with 'x', 'x+O' or 'x+O+KV'."
+                    f"Layer {layer} keeps {'nothing' if keep is Keep.NONE else 'no hidden states'}, but the layer "
+                    "before it keeps no hidden states to rebuild it from: start each run of 'none' and 'O' with 'x', "
+                    "'x+O' or 'x+O+KV'."
                 )
             before = keep
 
@@ -113,7 +135,7 @@ class Memory:
     @property
     def decisions(self) -> tuple[Keep, ...]:
         """All decisions, in order; one that holds for all layers stands alone."""
-        return (self.keep,) if isinstance(self.keep, Keep) else self.keep
+        return _listed(self.keep)
 
     def check_layers(self, count: int) -> None:
         """Raise unless there is a decision for each of the model's layers.
@@ -123,6 +145,15 @@ class Memory:
         """
         if not isinstance(self.keep, Keep) and len(self.keep) != count:
             raise ConfigError(f"keep lists {len(self.keep)} decisions, the model has {count} layers.")
+        if not isinstance(self.rebuilt, Keep) and len(self.rebuilt) != count:
+            raise ConfigError(f"rebuilt lists {len(self.rebuilt)} decisions, the model has {count} layers.")
+
+
+_WITH_X = {Keep.NONE: Keep.X, Keep.OUT: Keep.X_O}
+
+
+def _listed(decisions: Keep | tuple[Keep, ...]) -> tuple[Keep, ...]:
+    return (decisions,) if isinstance(decisions, Keep) else decisions
 
 
 def _decisions(keep: Any) -> Keep | tuple[Keep, ...]:

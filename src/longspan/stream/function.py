@@ -6,13 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.attention.call import Request
-from longspan.errors import ModelError
 from longspan.layout import Piece
 from longspan.plan.keep import Keep
 from longspan.stream.arguments import Arguments
@@ -20,7 +19,7 @@ from longspan.stream.calls import Answer
 from longspan.stream.compiled import CompiledHalves
 from longspan.stream.halves import ROUTING, Halves
 from longspan.stream.routing import Choices, TileRouting
-from longspan.stream.segment import Segment, State
+from longspan.stream.segment import Pass, State
 from longspan.tiling import Ambient, GradientSum, first_order, private_graph
 
 
@@ -306,42 +305,6 @@ class CompiledTile(TileBackward):
         return self.gradients.x[:, self.at.start : self.at.stop]
 
 
-class SegmentSlot(Protocol):
-    """Holds the segment that the layers of one forward pass are in."""
-
-    segment: Segment | None
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass of one layer.
-
-    Args:
-        opens: whether the next layer keeps nothing, so that this one starts a segment.
-        slot: where the segment at hand is; a layer that opens one puts it there.
-    """
-
-    layer: nn.Module
-    mixing: Mixing
-    keep: Keep
-    opens: bool
-    slot: SegmentSlot
-
-    def remember(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> tuple[Segment, int] | None:
-        """Enter the layer into its segment; None if it belongs to none and keeps its own state."""
-        if self.opens:
-            self.slot.segment = Segment(State(x.detach(), kept, self.keep))
-        elif self.keep is not Keep.NONE:
-            return None
-        segment = self.slot.segment
-        if segment is None or not (self.opens or segment.follows(x)):
-            raise ModelError(
-                f"A {type(self.layer).__name__} that keeps nothing was not given what the layer before it returned, so "
-                "it cannot be rebuilt; let it keep its hidden states."
-            )
-        return segment, segment.add(self.layer, self.mixing, y)
-
-
 class StreamedLayer(torch.autograd.Function):
     """Runs a layer tile by tile; parameters are inputs, so that each gets its gradient once, after the last tile."""
 
@@ -354,8 +317,9 @@ class StreamedLayer(torch.autograd.Function):
         with nullcontext() if routing is None else routing.forward():
             kept = run.mixing.forward(x, y, run.keep)
         if differentiable:
-            ctx.run, ctx.parameters, ctx.place = run, parameters, run.remember(x, kept, y)
-            ctx.save_for_backward(*((x, *kept) if ctx.place is None else ()))
+            ctx.run, ctx.parameters = run, parameters
+            ctx.segment, ctx.position, held = run.remember(x, kept, y)
+            ctx.save_for_backward(*held)
         if routing is None or routing.total is None:
             return y
         ctx.mark_non_differentiable(routing.total.counts)
@@ -365,12 +329,13 @@ class StreamedLayer(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dy: Tensor, *d_choices: Tensor) -> tuple[Tensor | None, ...]:
         run: Pass = ctx.run
-        if ctx.place is None:
-            x, *kept = ctx.saved_tensors
+        run.passage.stash.settle()
+        if ctx.segment is None:
+            x, *kept = run.passage.stash.get(ctx.saved_tensors)
             state = State(x, tuple(kept), run.keep)
         else:
-            segment, position = ctx.place
-            state = segment.take(position)
+            state = ctx.segment.take(ctx.position)
+        run.passage.ahead(run.index)
         gradients = Gradients(state.x, dy, ctx.parameters, ctx.needs_input_grad[2], d_choices[:1])
         with private_graph(ctx.parameters):
             run.mixing.backward(state.x, state.kept, state.keep, gradients)

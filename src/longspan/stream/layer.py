@@ -16,11 +16,12 @@ from longspan.errors import ModelError
 from longspan.plan.keep import Keep, Memory
 from longspan.stream.arguments import Arguments
 from longspan.stream.compiled import CompiledHalves, Compiler
-from longspan.stream.function import LayerRun, Mixing, Pass, StreamedLayer
+from longspan.stream.function import LayerRun, Mixing, StreamedLayer
 from longspan.stream.halves import Halves
 from longspan.stream.mixing import PrefixMixing, WholeMixing
+from longspan.stream.passage import Passage
 from longspan.stream.routing import Balance, Choices, TileRouting
-from longspan.stream.segment import Segment
+from longspan.stream.segment import Pass, Segment
 
 
 class StreamedCall(Protocol):
@@ -29,6 +30,7 @@ class StreamedCall(Protocol):
     shard: Shard
     memory: Memory
     compiler: Compiler | None
+    passage: Passage
     segment: Segment | None
     balance: Balance | None
     names: frozenset[str]
@@ -78,8 +80,8 @@ class Streamed:
         listening = None if routing is None else TileRouting(routing)
         run = LayerRun(halves, arguments, call.shard.tiles.local, draws, call.names, routing=listening)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
-        opens = keep is not Keep.NONE and memory.of(self.index + 1) is Keep.NONE
-        layer_pass = Pass(self.layer, self._mixing(run, call), keep, opens, call)
+        opens = keep.has_x and memory.of(self.index + 1).rebuilds
+        layer_pass = Pass(self.layer, self.index, self._mixing(run, call), keep, opens, call)
         results = StreamedLayer.apply(layer_pass, torch.is_grad_enabled(), x, *parameters)
         if routing is None:
             return results

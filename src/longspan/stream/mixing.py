@@ -256,11 +256,13 @@ class WholeMixing(Mixing):
 
     def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
         """Fill y; return q, k and v of this rank's heads if kept, then out of its tokens and lse if kept."""
+        first = self.ulysses is None
         qkv = self._capture(x)
         out, lse = self._attend(*qkv)
         products: list[Tensor] = []
         if y is not None:
-            self.run.rewind()
+            if first:  # when it is rebuilt, each tile finds the random numbers of its first run
+                self.run.rewind()
             if keep is Keep.PRODUCTS:
                 products = self._finish(x, out, y)
             else:

@@ -27,9 +27,12 @@ from longspan.integrations.transformers.routers import Routers
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
 from longspan.plan.keep import Memory
+from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
 from longspan.stream.compiled import Compiler
 from longspan.stream.layer import Streamed
+from longspan.stream.passage import Passage
+from longspan.stream.stash import Stash
 
 
 class Applied:
@@ -55,6 +58,8 @@ class Applied:
         self.model: PreTrainedModel = parts.model
         self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, memory
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
+        self.operands: Sequence[Operands] = ()
+        self.stash = Stash(parts.device, memory.budget)
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
         self.call: ForwardCall | None = None
         self.bypassed = False
@@ -174,6 +179,13 @@ class Applied:
         results = tuple(self.gather(t, part) if gather else t for t in out.unbind(-1))
         return (results[0], results[1]) if entropy else results[0]
 
+    def passage(self, shard: Shard) -> Passage:
+        """Return what the layers of a new forward pass keep, nothing yet."""
+        if self.stash.budget != self.memory.budget:
+            self.stash.close()
+            self.stash = Stash(self.parts.device, self.memory.budget)
+        return Passage(self.stash, self.memory, self.operands, self.mesh.ulysses.size, shard.layout.ring > 1)
+
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the world axis, for training without an engine that does it.
 
@@ -235,6 +247,7 @@ class Applied:
                 module.__dict__.pop("forward", None)
             else:
                 module.forward = forward
+        self.stash.close()
         if self._replaced:
             use_attention(self.model, self._plain_attention)
             del self.model._longspan_applied

@@ -50,8 +50,14 @@ class ForwardCall:
         self.names, self.shift_labels, self.output = names, shift_labels, output
         self.fitting, self.last = applied.fitting, len(applied.layers) - 1
         self.results: tuple[Tensor, ...] = ()  # what the head made
+        self.passage = applied.passage(shard)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
+
+    def left_behind(self) -> tuple[Tensor, ...]:
+        """Return what the head made, and hold no part of the graph any more, whose nodes hold this object."""
+        results, self.results, self.segment = self.results, (), None
+        return results
 
     def attend_in(self, layer: int) -> Attend:
         """Return what a streamed layer attends with."""
@@ -106,17 +112,18 @@ class Forward:
                 out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
-        if call.shift_labels is not None and not call.results:
+            results = call.left_behind()
+        if call.shift_labels is not None and not results:
             raise ModelError(
                 f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
                 "one now. Resize embeddings and add adapters before longspan.prepare."
             )
         fields = {key: value for key, value in out.items() if key != "logits"}
         if call.output != "loss":
-            return type(out)(**fields, logits=torch.stack(call.results, -1))
+            return type(out)(**fields, logits=torch.stack(results, -1))
         if applied.logits:
             fields["logits"] = out.logits
-        loss = global_loss(call.results[0], call.shard, applied.grad_reduction) if call.results else None
+        loss = global_loss(results[0], call.shard, applied.grad_reduction) if results else None
         if call.balance is None:
             return type(out)(loss=loss, **fields)
         return type(out)(**self._balanced(call, call.balance, loss), **fields)
@@ -241,6 +248,7 @@ class HeadForward:
             raise ModelError(
                 f"The head was given {list(hidden.shape)} of {call.shard.layout.shard_tokens} tokens a row."
             )
+        call.passage.stash.settle()
         head = Head(self.original, tuple(p for p in self.module.parameters() if p.requires_grad))
         labels = call.shift_labels
         if labels is not None:

@@ -81,7 +81,7 @@ def prepare(
         memory.check_layers(len(parts.layers))
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
     ways = Memory() if memory == "auto" else memory
-    degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
+    shapes, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
     notes = (*norm_note(parts.norm, ways), *((exchange,) if exchange else ()))
     plan = replace(plan, reasons=(*plan.reasons, *notes))
@@ -90,7 +90,7 @@ def prepare(
     applied = Applied(
         parts, axes, plan, attend, ways, logits=logits, grad_reduction=grad_reduction, in_eval=sequence_parallel_in_eval
     )
-    applied.settings = settings
+    applied.settings, applied.operands = settings, shapes
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"longspan: {plan.explain()}", file=sys.stderr)
     return applied
@@ -98,14 +98,14 @@ def prepare(
 
 def _decide(
     parts: Parts, size: int, ulysses: int | None, ring: int | None, kernel: str
-) -> tuple[Degrees, Kernel, Plan]:
+) -> tuple[list[Shape], Degrees, Kernel, Plan]:
     """Probe the model, and choose what serves every layer."""
     shapes, device = _probe(parts), parts.device
     degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
     chosen, notes = _kernel(kernel, shapes, device)
     reasons = (degrees.reason, *notes)
     plan = Plan(size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", reasons)
-    return degrees, chosen, plan
+    return shapes, degrees, chosen, plan
 
 
 def _check_choices(memory: str | Memory, grad_reduction: str) -> None:

@@ -1,0 +1,123 @@
+"""Bytes of what a layer keeps, and the tier each layer's share goes to. Pure: shapes and numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from longspan.comm.heads import HeadSplit
+from longspan.errors import ConfigError
+from longspan.plan.keep import Budget, Keep
+
+
+class Tier(StrEnum):
+    """Where kept tensors lie, from the fastest to the slowest."""
+
+    GPU = "gpu"
+    HOST = "host"
+    FILE = "file"
+
+
+class Operands(Protocol):
+    """Sizes of a layer's attention call."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """What decides how many bytes a layer keeps.
+
+    Args:
+        tokens: of this rank, over all rows, padding included.
+        itemsize: bytes per element of q, k, v and the attention output; `x_itemsize` of the hidden states.
+        ulysses: ranks that exchange heads.
+        rank: which of them; None for the one that keeps most, as heads may be divided unevenly.
+        whole: attention runs once over the whole sequence (with a ring), not tile by tile.
+    """
+
+    tokens: int
+    hidden: int
+    operands: Operands
+    itemsize: int
+    x_itemsize: int
+    lse_itemsize: int = 4
+    ulysses: int = 1
+    rank: int | None = None
+    whole: bool = False
+
+
+def kept_bytes(keep: Keep, size: LayerSize) -> int:
+    """Return the bytes of all tensors that a layer keeps from forward to backward, but for the outputs of products,
+    whose widths are not known here; 0 for `graph`, whose tensors are autograd's.
+
+    After the exchange a rank has `ulysses` times its tokens and a part of the heads; a KV head that several ranks need
+    counts on each of them.
+    """
+    if keep is Keep.GRAPH:
+        return 0
+    o = size.operands
+    split, joined = HeadSplit(o.heads, o.kv_heads, size.ulysses), size.tokens * size.ulysses
+    ranks = slice(None) if size.rank is None else slice(size.rank, size.rank + 1)
+    heads, kv_heads = (max(len(part) for part in parts[ranks]) for parts in (split.query, split.key))
+    total = 0
+    if keep.has_x:
+        total += size.tokens * size.hidden * size.x_itemsize
+    if keep.has_out:
+        total += size.tokens * o.heads * o.v_head_dim * size.itemsize + joined * heads * size.lse_itemsize
+    if keep.has_kv:
+        total += joined * kv_heads * (o.head_dim + o.v_head_dim) * size.itemsize
+    if keep is Keep.PRODUCTS or (keep.has_kv and size.whole):
+        total += joined * heads * o.head_dim * size.itemsize
+    return total
+
+
+def assign(sizes: Sequence[int], budget: Budget) -> list[Tier]:
+    """Choose a tier for what each of consecutive layers keeps, given bytes per layer in the order of forward.
+
+    Backward needs the last layers first and soon, so they get the fastest tier with room left, and only what does not
+    fit leaves for a slower one.
+
+    Args:
+        budget: what may still be used.
+
+    Raises:
+        ConfigError: some layer fits nowhere.
+    """
+    left = {Tier.GPU: budget.gpu_bytes, Tier.HOST: budget.host_bytes}
+    if budget.directory is not None:
+        left[Tier.FILE] = None
+    chosen = []
+    for size in reversed(sizes):
+        tier = next((tier for tier, room in left.items() if room is None or size <= room), None)
+        if tier is None:
+            raise ConfigError(too_much(sum(sizes), budget))
+        room = left[tier]
+        if room is not None:
+            left[tier] = room - size
+        chosen.append(tier)
+    return chosen[::-1]
+
+
+def too_much(wanted: int, left: Budget) -> str:
+    """Say that budgets do not hold what layers keep, by how much, and what to do."""
+    gpu, host = left.gpu_bytes or 0, left.host_bytes
+    missing = wanted - gpu - host
+    short = f"{_gib(missing)} are missing" if missing > 0 else "neither has room for all that one layer keeps"
+    return (
+        f"The layers keep {_gib(wanted)} for backward, but gpu_bytes has {_gib(gpu)} left and host_bytes "
+        f"{_gib(host)}: {short}. Raise host_bytes, name a directory for the rest, or let layers keep less."
+    )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.3f} GiB" if count >= 2**20 else f"{count} bytes"

@@ -1,0 +1,216 @@
+"""Where kept tensors live between forward and backward: on the GPU, in host memory, or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from longspan.errors import ConfigError, ModelError
+from longspan.plan.keep import Budget
+from longspan.plan.kept import Tier, too_much
+from longspan.stream.arena import FileArena, HostArena, Region
+from longspan.stream.stores import Copying, FileStore, HostStore, Store
+
+MOVING = "moving"
+
+
+@dataclass
+class Usage:
+    """Bytes of kept tensors in each tier, now and at most; `moving` are held on the GPU for copies out and in."""
+
+    now: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*Tier, MOVING), 0))
+    peak: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*Tier, MOVING), 0))
+
+    def record(self, what: str, count: int) -> None:
+        """Record the bytes now."""
+        self.now[what] = count
+        self.peak[what] = max(self.peak[what], count)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the tensor is that another stands for."""
+
+    store: Store
+    region: Region
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """Tensors on their way out, and how often they had been written to when they set off."""
+
+    tensors: list[Tensor]
+    versions: list[int]
+    copying: Copying
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A tensor on its way in."""
+
+    tensor: Tensor
+    region: Region
+    copying: Copying
+
+
+class Stash:
+    """Holds tensors in the tier they are put in, and brings them back.
+
+    A tensor that leaves the GPU is stood for by one in host memory, or mapped from the file, which can be kept wherever
+    a tensor can; once that one dies its memory is used again. Copies run on a stream of their own and are ordered by
+    events. What leaves is let go when the next layer's is put: by then its copy had a layer's time, and the GPU, not
+    the host, waits for it. Only the file's thread keeps the host waiting, if the file is slow.
+
+    Args:
+        portion: bytes of host memory pinned at a time; `chunk` of each buffer in front of the file.
+    """
+
+    def __init__(self, device: torch.device, budget: Budget, portion: int = 1 << 30, chunk: int = 1 << 26) -> None:
+        self.device, self.budget, self._sizes = device, budget, (portion, chunk)
+        self._stores: dict[Tier, Store] = {}
+        if budget.host_bytes:
+            self._stores[Tier.HOST] = HostStore(HostArena(budget.host_bytes, device, portion), device)
+        if budget.directory is not None:
+            self._stores[Tier.FILE] = FileStore(FileArena(budget.directory), device, chunk)
+        self.products: dict[int, float] = {}  # bytes per token of the products that each layer keeps, once known
+        self._usage = Usage()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._places: dict[int, _Place] = {}  # by the address of the tensor that stands for it
+        self._leaving: list[_Leaving] = []
+        self._coming: dict[int, _Coming] = {}  # by the same address
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
+        return Stash(self.device, self.budget, *self._sizes)
+
+    @property
+    def usage(self) -> Usage:
+        """Bytes now and at most."""
+        self._measure()
+        return self._usage
+
+    def left(self) -> Budget:
+        """Return what of the budget is not in use."""
+        now, budget = self.usage.now, self.budget
+        gpu = None if budget.gpu_bytes is None else max(0, budget.gpu_bytes - now[Tier.GPU])
+        return replace(budget, gpu_bytes=gpu, host_bytes=budget.host_bytes - now[Tier.HOST])
+
+    def put(self, tensors: Sequence[Tensor], tier: Tier) -> tuple[Tensor, ...]:
+        """Return tensors that stand for these; those that leave the GPU must not be written to any more.
+
+        Args:
+            tier: where they go; where it has no room, to a slower one, and then to a faster one.
+
+        Raises:
+            ConfigError: no tier has room.
+            TrainingError: the disk is full, or a write failed.
+        """
+        self.settle()
+        detached = [t.detach() for t in tensors]
+        order = list(Tier)[list(Tier).index(tier) :] + list(Tier)[: list(Tier).index(tier)][::-1]
+        for choice in order:
+            stood = self._stay(detached) if choice is Tier.GPU else self._leave(detached, choice)
+            if stood is not None:
+                self._measure()
+                return tuple(stood)
+        raise ConfigError(too_much(sum(t.nbytes for t in tensors), self.left()))
+
+    def get(self, stood: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what these stand for, on the device."""
+        self.fetcher(stood)()
+        return tuple(self._arrive(t) for t in stood)
+
+    def fetcher(self, stood: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that starts bringing back what these stand for, for `get` to find; it keeps none alive."""
+        places = {t.data_ptr(): place for t in stood if (place := self._place(t)) is not None}
+        return partial(self._fetch, places)
+
+    def settle(self) -> None:
+        """Let go of what has left, once it has, and of what came in for nobody."""
+        while self._leaving:
+            item = self._leaving.pop(0)
+            item.copying.join()
+            if item.versions != [t._version for t in item.tensors]:
+                raise ModelError(
+                    "Hidden states were changed in place after a layer had run on them, while they were being copied; "
+                    "let layers keep them on the GPU, or change a copy."
+                )
+        for address in [a for a, coming in self._coming.items() if not coming.region.alive]:
+            coming = self._coming.pop(address)
+            coming.copying.join()  # before its memory goes
+
+    def finish(self) -> None:
+        """Let the host wait until all that leaves has left, so that anybody may read it there."""
+        for item in self._leaving:
+            item.copying.finish()
+
+    def close(self) -> None:
+        """Give back host memory and the file as soon as no tensor needs them; nothing more can leave the GPU."""
+        self.settle()
+        self._stores.clear()
+
+    def _stay(self, tensors: list[Tensor]) -> list[Tensor] | None:
+        storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._storages}
+        more = sum(s.nbytes() for s in storages.values())
+        limit = self.left().gpu_bytes
+        if limit is not None and more > limit:
+            return None
+        self._storages |= {key: (StorageWeakRef(s), s.nbytes()) for key, s in storages.items()}
+        return tensors
+
+    def _leave(self, tensors: list[Tensor], tier: Tier) -> list[Tensor] | None:
+        full, store = [t for t in tensors if t.numel()], self._stores.get(tier)
+        taken = store.arena.take(full) if store else None
+        if store is None or taken is None:
+            return None
+        sources = [t.contiguous() for t in full]
+        copying = store.leave(sources, [region for _, region in taken])
+        self._leaving.append(_Leaving(sources, [t._version for t in sources], copying))
+        for stand_in, region in taken:
+            self._places[stand_in.data_ptr()] = _Place(store, region, stand_in.dtype, stand_in.shape)
+        rest = iter(stand_in for stand_in, _ in taken)
+        return [next(rest) if t.numel() else t for t in tensors]
+
+    def _place(self, t: Tensor) -> _Place | None:
+        place = self._places.get(t.data_ptr())
+        return place if place is not None and place.region.alive and t.device.type == "cpu" else None
+
+    def _fetch(self, places: dict[int, _Place]) -> None:
+        stores: dict[Store, list[tuple[int, _Place]]] = {}
+        for address, place in places.items():
+            known = self._coming.get(address)
+            if place.region.alive and (known is None or known.region is not place.region):
+                stores.setdefault(place.store, []).append((address, place))
+        for store, wanted in stores.items():
+            targets = [torch.empty(place.shape, dtype=place.dtype, device=self.device) for _, place in wanted]
+            copying = store.come(targets, [place.region for _, place in wanted])
+            for (address, place), target in zip(wanted, targets, strict=True):
+                if address in self._coming:
+                    self._coming[address].copying.join()
+                self._coming[address] = _Coming(target, place.region, copying)
+        self._measure()
+
+    def _arrive(self, stood: Tensor) -> Tensor:
+        if self._place(stood) is None:
+            return stood if stood.device.type == self.device.type else stood.to(self.device)  # a hook's copy
+        coming = self._coming.pop(stood.data_ptr())
+        coming.copying.join()
+        return coming.tensor
+
+    def _measure(self) -> None:
+        self._storages = {key: ref for key, ref in self._storages.items() if not ref[0].expired()}
+        self._places = {address: place for address, place in self._places.items() if place.region.alive}
+        self._usage.record(Tier.GPU, sum(count for _, count in self._storages.values()))
+        stores = {place.store.tier: place.store for place in self._places.values()} | self._stores
+        for tier in (Tier.HOST, Tier.FILE):
+            self._usage.record(tier, stores[tier].arena.used() if tier in stores else 0)
+        moving: Iterable[Tensor] = [t for item in self._leaving for t in item.tensors]
+        moving = [*moving, *(coming.tensor for coming in self._coming.values())]
+        self._usage.record(MOVING, sum(t.nbytes for t in moving))

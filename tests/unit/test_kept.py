@@ -1,0 +1,94 @@
+"""What layers keep, in bytes, and the tier it goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.errors import ConfigError
+from longspan.plan.keep import Budget, Keep
+from longspan.plan.kept import LayerSize, Tier, assign, kept_bytes
+
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int = 128
+
+
+SIZE = LayerSize(tokens=1024, hidden=4096, operands=Heads(), itemsize=2, x_itemsize=2)
+
+
+def test_bytes_of_an_8b_model() -> None:
+    kib = {keep: kept_bytes(keep, SIZE) / 1024 / SIZE.tokens for keep in Keep}
+    assert kib == {
+        Keep.GRAPH: 0,
+        Keep.X_O_KV: 8 + 8.125 + 4,
+        Keep.X_O: 8 + 8.125,
+        Keep.X: 8,
+        Keep.OUT: 8.125,
+        Keep.NONE: 0,
+    }
+
+
+def test_exchanged_heads() -> None:
+    whole = kept_bytes(Keep.X_O_KV, SIZE)
+    assert kept_bytes(Keep.X_O_KV, replace(SIZE, ulysses=8)) == whole
+    assert kept_bytes(Keep.X_O_KV, replace(SIZE, ulysses=32)) == whole + 3 * 1024 * 4 * 1024, "each KV head four times"
+    uneven = [kept_bytes(Keep.OUT, replace(SIZE, operands=Heads(6, 3), ulysses=4, rank=r)) for r in range(4)]
+    lse = 4 * 1024 * 4
+    assert [n - uneven[-1] for n in uneven] == [lse, lse, 0, 0]
+    assert kept_bytes(Keep.OUT, replace(SIZE, operands=Heads(6, 3), ulysses=4)) == uneven[0], "the most of any rank"
+    assert kept_bytes(Keep.X_O_KV, replace(SIZE, whole=True)) == whole + 8 * 1024 * 1024, "q too"
+
+
+SIZES = st.lists(st.integers(0, 50), max_size=12)
+BUDGETS = st.builds(Budget, st.integers(0, 200), st.integers(0, 200), st.sampled_from([None, "/tmp"]))
+
+
+@given(SIZES, BUDGETS)
+def test_tiers_hold_what_they_are_given(sizes: list[int], budget: Budget) -> None:
+    try:
+        tiers = assign(sizes, budget)
+    except ConfigError as error:
+        assert budget.directory is None
+        assert sum(sizes) > (budget.gpu_bytes or 0) + budget.host_bytes - 2 * max(sizes), "it was nearly full"
+        assert "Raise host_bytes, name a directory" in str(error)
+        return
+    held = {tier: sum(s for s, t in zip(sizes, tiers, strict=True) if t is tier) for tier in Tier}
+    assert len(tiers) == len(sizes)
+    assert held[Tier.GPU] <= (budget.gpu_bytes or 0) and held[Tier.HOST] <= budget.host_bytes
+    for index, (size, tier) in enumerate(zip(sizes, tiers, strict=True)):
+        later = [(s, t) for s, t in zip(sizes[index + 1 :], tiers[index + 1 :], strict=True)]
+        if tier is not Tier.GPU:
+            assert sum(s for s, t in later if t is Tier.GPU) + size > (budget.gpu_bytes or 0), "only what does not fit"
+        if tier is Tier.FILE:
+            assert sum(s for s, t in later if t is Tier.HOST) + size > budget.host_bytes
+
+
+@given(st.integers(1, 50), st.integers(0, 12), BUDGETS)
+def test_layers_alike_leave_in_order(size: int, count: int, budget: Budget) -> None:
+    try:
+        tiers = assign([size] * count, budget)
+    except ConfigError:
+        return
+    order = [list(Tier).index(tier) for tier in tiers]
+    assert order == sorted(order, reverse=True), "the first go to the slowest"
+
+
+def test_without_a_budget_nothing_leaves() -> None:
+    assert assign([1 << 50] * 3, Budget()) == [Tier.GPU] * 3
+
+
+def test_too_much_is_told_with_numbers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"keep 3\.000 GiB .* gpu_bytes has 1\.000 GiB left and host_bytes 0 bytes: 2"
+    ):
+        assign([1 << 30] * 3, Budget(1 << 30))
+    with pytest.raises(ConfigError, match="neither has room for all that one layer keeps"):
+        assign([2, 2], Budget(3, 1))
