@@ -320,10 +320,11 @@ class StreamedLayer(torch.autograd.Function):
             ctx.run, ctx.parameters = run, parameters
             ctx.segment, ctx.position, held = run.remember(x, kept, y)
             ctx.save_for_backward(*held)
-        if routing is None or routing.total is None:
+        total = None if routing is None else routing.taken()
+        if total is None:
             return y
-        ctx.mark_non_differentiable(routing.total.counts)
-        return y, *routing.total
+        ctx.mark_non_differentiable(total.counts)
+        return y, *total
 
     @staticmethod
     @first_order

@@ -83,7 +83,7 @@ class Streamed:
         opens = keep.has_x and memory.of(self.index + 1).rebuilds
         layer_pass = Pass(self.layer, self.index, self._mixing(run, call), keep, opens, call)
         results = StreamedLayer.apply(layer_pass, torch.is_grad_enabled(), x, *parameters)
-        if routing is None:
+        if routing is None or call.balance is None:
             return results
         y, *choices = results
         call.balance.add(Choices(*choices), routing.gates)
