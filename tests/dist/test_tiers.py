@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +56,7 @@ PATTERNS: dict[str, tuple[str, str | Sequence[str]]] = {
     "mixed, nested": ("x+O none O none O", "none"),
     "graph between": ("x none graph x+O O", "O"),
 }
+COMPILED = {"products": ("products O none products x", "products")}
 BUDGETS = {
     "gpu": Budget(),
     "host": Budget(0, 1 << 22),
@@ -66,7 +68,7 @@ BUDGETS = {
 
 
 def memory_of(pattern: str, budget: str, tile: int = 11, backend: str | None = None) -> Memory:
-    keep, rebuilt = PATTERNS[pattern]
+    keep, rebuilt = (PATTERNS | COMPILED)[pattern]
     decision = Keep(rebuilt) if isinstance(rebuilt, str) else tuple(Keep(k) for k in rebuilt)
     return Memory(tile, tuple(Keep(k) for k in keep.split()), backend, decision, BUDGETS[budget])
 
@@ -127,9 +129,8 @@ def test_every_pattern_is_exact_on_ranks(run_ranks: RunRanks, degrees: tuple[int
 
 def any_memory(seed: int) -> Memory:
     """Make up decisions that may follow each other, and budgets."""
-    draw = random.Random(seed)
+    draw, eager = random.Random(seed), [k for k in Keep if k is not Keep.PRODUCTS]
     keep: list[Keep] = []
-    eager = [k for k in Keep if k is not Keep.PRODUCTS]
     for _ in range(LAYERS):
         first = not keep or keep[-1] is Keep.GRAPH
         keep.append(draw.choice([k for k in eager if not (first and k.rebuilds)]))
@@ -161,7 +162,7 @@ def test_copies_may_be_late(run_ranks: RunRanks, degrees: tuple[int, int]) -> No
 
 
 def test_compiled_halves_are_exact(run_ranks: RunRanks) -> None:
-    memories = [memory_of("mixed", "all", tile=20, backend="eager")]
+    memories = [memory_of(pattern, "all", tile=20, backend="eager") for pattern in ("mixed", "products")]
     (errors,) = run_ranks(1, errors_of, memories, (1, 1), PACKED)
     assert max(errors) < TOLERANCE, errors
 
@@ -295,6 +296,53 @@ def _fail(*args: Any) -> Any:
 @pytest.mark.parametrize("budget", ["gpu and host", "all", "file"])
 def test_nothing_leaks(run_ranks: RunRanks, pattern: str, budget: str) -> None:
     run_ranks(1, leaks, pattern, budget)
+
+
+def outlived(family: str, keep: str) -> None:
+    """Check that what a forward pass carries goes with its graph, though the nodes of the graph hold it."""
+    model = build(family, layers=3)
+    model.config.output_router_logits = "moe" in family
+    handle = longspan.prepare(model, 1, memory=Memory(11, tuple(Keep(k) for k in keep.split())))
+    part = handle.shard(PACKED.batch())
+    real, refs = handle.passage, []
+
+    def passage(shard: Any) -> Any:
+        made = real(shard)
+        refs.append(weakref.ref(made))
+        return made
+
+    handle.passage = passage
+    with without_collector():
+        loss = model(**part).loss
+        del loss
+        model(**part).loss.backward()
+        assert [ref() for ref in refs] == [None, None]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_a_forward_pass_goes_with_its_graph(run_ranks: RunRanks, family: str) -> None:
+    for keep in ("x+O x x+O+KV", "x+O O none", "graph x none"):
+        run_ranks(1, outlived, family, keep)
+
+
+def balanced(keep: str, rebuilt: str) -> float:
+    """Return how far gradients are from those of layers that keep their graph, with the router's auxiliary loss."""
+    found = []
+    for memory in ("auto", Memory(11, tuple(Keep(k) for k in keep.split()), None, Keep(rebuilt), BUDGETS["all"])):
+        model = build("qwen3-moe", layers=3)
+        model.config.output_router_logits = True
+        handle = longspan.prepare(model, torch.distributed.get_world_size(), memory=memory)
+        with wide():
+            model(**handle.shard(PACKED.batch())).loss.backward()
+        handle.reduce_gradients()
+        found.append(gradients(model))
+    return max(relative(found[1][name], found[0][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(("keep", "rebuilt"), [("x+O O O", "x+O"), ("x none none", "none"), ("x none O", "O")])
+def test_routers_of_rebuilt_layers(run_ranks: RunRanks, keep: str, rebuilt: str) -> None:
+    for world in (1, 2):
+        assert max(run_ranks(world, balanced, keep, rebuilt)) < TOLERANCE
 
 
 def freed(budget: str) -> list[bool]:

@@ -41,6 +41,11 @@ class Keep(StrEnum):
         return self in (Keep.PRODUCTS, Keep.X_O_KV, Keep.X_O, Keep.X)
 
     @property
+    def rebuilds(self) -> bool:
+        """Whether the hidden states are rebuilt from those of an earlier layer."""
+        return self in (Keep.OUT, Keep.NONE)
+
+    @property
     def has_kv(self) -> bool:
         """Whether keys and values are kept."""
         return self in (Keep.PRODUCTS, Keep.X_O_KV)
@@ -111,7 +116,7 @@ class Memory:
             raise ConfigError(f"tile_tokens must be at least 1, got {self.tile_tokens}.")
         if self.tile_tokens is None and self.compile is not None:
             raise ConfigError("compile needs tile_tokens: code is compiled for tiles of that size.")
-        if Keep.PRODUCTS in self.decisions and self.compile is None:
+        if Keep.PRODUCTS in (*self.decisions, *_listed(self.rebuilt)) and self.compile is None:
             raise ConfigError("keep 'products' needs compile: products are found in the compiled code.")
         if self.tile_tokens is not None and not self.streams:
             raise ConfigError(f"tile_tokens={self.tile_tokens} has no effect on layers that keep their graph.")
@@ -135,7 +140,7 @@ class Memory:
     @property
     def decisions(self) -> tuple[Keep, ...]:
         """All decisions, in order; one that holds for all layers stands alone."""
-        return (self.keep,) if isinstance(self.keep, Keep) else self.keep
+        return _listed(self.keep)
 
     def check_layers(self, count: int) -> None:
         """Raise unless there is a decision for each of the model's layers.

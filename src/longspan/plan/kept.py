@@ -57,7 +57,8 @@ class LayerSize:
 
 
 def kept_bytes(keep: Keep, size: LayerSize) -> int:
-    """Return the bytes of all tensors that a layer keeps from forward to backward; 0 for `graph`, which is autograd's.
+    """Return the bytes of all tensors that a layer keeps from forward to backward, but for the outputs of products,
+    whose widths are not known here; 0 for `graph`, whose tensors are autograd's.
 
     After the exchange a rank has `ulysses` times its tokens and a part of the heads; a KV head that several ranks need
     counts on each of them.
@@ -73,9 +74,10 @@ def kept_bytes(keep: Keep, size: LayerSize) -> int:
         total += size.tokens * size.hidden * size.x_itemsize
     if keep.has_out:
         total += size.tokens * o.heads * o.v_head_dim * size.itemsize + joined * heads * size.lse_itemsize
-    if keep is Keep.X_O_KV:
+    if keep.has_kv:
         total += joined * kv_heads * (o.head_dim + o.v_head_dim) * size.itemsize
-        total += joined * heads * o.head_dim * size.itemsize if size.whole else 0
+    if keep is Keep.PRODUCTS or (keep.has_kv and size.whole):
+        total += joined * heads * o.head_dim * size.itemsize
     return total
 
 

@@ -16,13 +16,13 @@ from longspan.errors import ModelError
 from longspan.plan.keep import Keep, Memory
 from longspan.stream.arguments import Arguments
 from longspan.stream.compiled import CompiledHalves, Compiler
-from longspan.stream.function import Mixing, Pass, StreamedLayer
+from longspan.stream.function import Mixing, StreamedLayer
 from longspan.stream.halves import Halves
 from longspan.stream.mixing import PrefixMixing, WholeMixing
 from longspan.stream.passage import Passage
 from longspan.stream.routing import Balance, Choices, TileRouting
 from longspan.stream.run import LayerRun
-from longspan.stream.segment import Segment
+from longspan.stream.segment import Pass, Segment
 from longspan.stream.settings import Settings
 
 

@@ -40,10 +40,13 @@ class Passage:
         Args:
             x: the layer's hidden states; those of the first layer tell how long they are.
         """
+        keep = self.memory.of(layer)
         if self.tiers is None:
             self.autocast = Ambient.capture(x.device, rng=False).autocast_dtype
             self.tiers = self.assign([self.bytes(i, self.memory.of(i), x) for i in range(len(self.operands))])
         stood = self.stash.put(tensors, self.tiers[layer])
+        if keep is Keep.PRODUCTS:
+            self._learn(layer, x, sum(t.nbytes for t in tensors))
         if tensors and _hooked():
             self.stash.finish()
         return stood
@@ -79,7 +82,14 @@ class Passage:
             ulysses=self.ulysses,
             whole=self.whole,
         )
-        return kept_bytes(keep, size)
+        products = self.stash.products
+        per_token = products.get(layer, max(products.values(), default=0.0)) if keep is Keep.PRODUCTS else 0.0
+        return kept_bytes(keep, size) + int(size.tokens * per_token)
+
+    def _learn(self, layer: int, x: Tensor, kept: int) -> None:
+        """Remember how wide a layer's products are, for the passes after this one."""
+        self.stash.products[layer] = 0.0
+        self.stash.products[layer] = (kept - self.bytes(layer, Keep.PRODUCTS, x)) / (x.shape[0] * x.shape[1])
 
 
 def _hooked() -> bool:

@@ -155,6 +155,11 @@ class TileRouting:
         finally:
             self.counting = False
 
+    def taken(self) -> Choices | None:
+        """Return the sum and forget it: it becomes part of the graph, whose nodes hold this object."""
+        total, self.total = self.total, None
+        return total
+
     def add(self, choices: Choices | None) -> None:
         """Count what a tile chose."""
         if self.counting and choices is not None:

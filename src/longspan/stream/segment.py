@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from longspan.errors import TrainingError
+from longspan.errors import ModelError, TrainingError
 from longspan.plan.keep import Keep
 from longspan.plan.kept import Tier
 from longspan.stream.passage import Passage
@@ -135,6 +135,67 @@ class Segment:
             more = self.passage.bytes(member.index, keep, x) - self.passage.bytes(member.index, had, x)
             sizes.append(0 if member.keep.has_out else more)
         return self.passage.assign(sizes)
+
+
+class Passing(Protocol):
+    """What the layers of one forward pass share.
+
+    Args:
+        segment: the one that the layers at hand are in.
+    """
+
+    passage: Passage
+    segment: Segment | None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass of one layer.
+
+    Args:
+        index: of the layer in the model.
+        opens: whether the next layer keeps no hidden states, so that this one starts a segment.
+        shared: where the segment at hand is; a layer that opens one puts it there.
+    """
+
+    layer: nn.Module
+    index: int
+    mixing: Mixing
+    keep: Keep
+    opens: bool
+    shared: Passing
+
+    @property
+    def passage(self) -> Passage:
+        """What the layers of this forward pass keep."""
+        return self.shared.passage
+
+    def remember(
+        self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor
+    ) -> tuple[Segment | None, int, tuple[Tensor, ...]]:
+        """Put away what the layer keeps -> its segment and its place there, or tensors that it must hold itself."""
+        segment = self._segment(x)
+        stood = self.passage.put(self.index, x, (x, *kept) if self.keep.has_x else kept)
+        if segment is None:
+            self.passage.expect(self.index, self.passage.stash.fetcher(stood))
+            return None, 0, stood
+        count = int(self.keep.has_x)
+        member = Member(self.index, self.layer, self.mixing, self.keep, stood[:count], stood[count:])
+        return segment, segment.add(member, y), ()
+
+    def _segment(self, x: Tensor) -> Segment | None:
+        """Return the segment that the layer belongs to, if it does."""
+        if self.opens:
+            self.shared.segment = Segment(self.passage)
+        elif not self.keep.rebuilds:
+            return None
+        segment = self.shared.segment
+        if segment is None or not (self.opens or segment.follows(x)):
+            raise ModelError(
+                f"A {type(self.layer).__name__} that keeps no hidden states was not given what the layer before it "
+                "returned, so they cannot be rebuilt; let it keep them."
+            )
+        return segment
 
 
 def _fetch(segment: Segment | None, position: int) -> None:

@@ -80,6 +80,7 @@ class Stash:
             self._stores[Tier.HOST] = HostStore(HostArena(budget.host_bytes, device, portion), device)
         if budget.directory is not None:
             self._stores[Tier.FILE] = FileStore(FileArena(budget.directory), device, chunk)
+        self.products: dict[int, float] = {}  # bytes per token of the products that each layer keeps, once known
         self._usage = Usage()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._places: dict[int, _Place] = {}  # by the address of the tensor that stands for it

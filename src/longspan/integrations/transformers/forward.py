@@ -54,6 +54,12 @@ class ForwardCall:
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
 
+    def left_behind(self) -> tuple[tuple[Tensor, ...], Balance | None]:
+        """Return what the head and the gates made, and hold no part of the graph any more: its nodes hold this call."""
+        left = self.results, self.balance
+        self.results, self.balance, self.segment = (), None, None
+        return left
+
     def attend_in(self, layer: int) -> Attend:
         """Return what a streamed layer attends with."""
         if not self.fitting:
@@ -112,7 +118,7 @@ class Forward:
                 out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
-            results = call.left_behind()
+            results, balance = call.left_behind()
         if call.shift_labels is not None and not results:
             raise ModelError(
                 f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
@@ -124,7 +130,6 @@ class Forward:
         if applied.logits:
             fields["logits"] = out.logits
         loss = global_loss(results[0], call.shard, applied.grad_reduction) if results else None
-        balance, call.balance = call.balance, None
         if balance is None:
             return type(out)(loss=loss, **fields)
         return type(out)(**self._balanced(call, balance, loss), **fields)
