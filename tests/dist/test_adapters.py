@@ -24,11 +24,10 @@ ROWS = Rows([[9, 1, 13], [4, 8]], seed=1)
 KEEPS: dict[str, Any] = {"x+O+KV": Keep.X_O_KV, "x+O": Keep.X_O, "x, none": (Keep.X, Keep.NONE)}
 
 
-@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_compiled_halves_with_adapters(run_ranks: RunRanks, engine: str) -> None:
-    memories = [Memory(4, Keep.X_O, "eager"), Memory(4, (Keep.X_O_KV, Keep.NONE), "eager")]
-    cases = [Case("lora", (2, 1), memory, engine, "packed") for memory in memories]
-    for wrong in run_ranks(2, all_errors, cases):
+    case = Case("lora", (2, 1), Memory(4, (Keep.X_O, Keep.NONE), "eager"), engine, "packed")
+    for wrong in run_ranks(2, all_errors, [case]):
         assert not wrong
 
 
