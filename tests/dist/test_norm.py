@@ -141,5 +141,5 @@ def test_norm_and_loss_make_no_wide_copy_of_a_shard(monkeypatch: pytest.MonkeyPa
     ours, plain = stage(True), stage(False)
     assert plain.largest == 2 * full_bytes, "the norm itself computes in float32"
     assert ours.largest == full_bytes
-    assert ours.peak <= 4
+    assert ours.peak == 3
     assert plain.peak > ours.peak

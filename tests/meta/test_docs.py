@@ -34,6 +34,14 @@ def test_python_compiles_and_uses_public_names(page: Path) -> None:
             assert attribute in longspan.__all__, f"{name(page)}: longspan.{attribute} is not public"
 
 
+def test_tools_do_what_their_page_shows() -> None:
+    page = ROOT / "docs" / "tools.md"
+    names: dict[str, object] = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, name(page), "exec"), names)
+    assert names["handle"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_yaml_is_valid(page: Path) -> None:
     for text in blocks(page, "yaml"):

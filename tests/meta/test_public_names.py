@@ -9,7 +9,7 @@ import pytest
 import longspan
 import longspan.errors
 
-PROMISED = {"prepare", "attend", "reduce_loss", "tiled_loss"}
+PROMISED = {"prepare", "attend", "reduce_loss", "tile", "tiled_loss", "tiled_mlp", "offload_checkpoints"}
 
 
 @pytest.mark.parametrize("name", sorted(longspan.__all__))

@@ -77,14 +77,12 @@ def prepare(
     if earlier is not None:
         return _same(earlier, settings)
     _check_model(parts)
-    if memory != "auto":
-        memory.check_layers(len(parts.layers))
-    ranks = data_parallel_ranks(sequence_parallel_size, mesh)
     ways = Memory() if memory == "auto" else memory
+    ways.check_layers(len(parts.layers))
+    ranks = data_parallel_ranks(sequence_parallel_size, mesh)
     shapes, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
-    notes = (*norm_note(parts.norm, ways), *((exchange,) if exchange else ()))
-    plan = replace(plan, reasons=(*plan.reasons, *notes))
+    plan = replace(plan, reasons=(*plan.reasons, *norm_note(parts.norm, ways), *((exchange,) if exchange else ())))
     attend = Attend(axes, chosen)
     own_config(model, parts.model.config)
     applied = Applied(
