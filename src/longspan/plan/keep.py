@@ -41,11 +41,6 @@ class Keep(StrEnum):
         return self in (Keep.PRODUCTS, Keep.X_O_KV, Keep.X_O, Keep.X)
 
     @property
-    def rebuilds(self) -> bool:
-        """Whether the hidden states are rebuilt from those of an earlier layer."""
-        return self in (Keep.OUT, Keep.NONE)
-
-    @property
     def has_kv(self) -> bool:
         """Whether keys and values are kept."""
         return self in (Keep.PRODUCTS, Keep.X_O_KV)

@@ -67,11 +67,6 @@ class ForwardCall:
         calls = _FIT_CALLS if layer == self.last else 0
         return Attend(self.attend.mesh, FitKernel(self.attend.kernel, calls))
 
-    def left_behind(self) -> tuple[Tensor, ...]:
-        """Return what the head made, and hold no part of the graph any more, whose nodes hold this object."""
-        results, self.results, self.segment = self.results, (), None
-        return results
-
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
         request.refuse_unknown(self.names)
