@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longspan.attention.build import attend
     from longspan.attention.schedule import Schedule
+    from longspan.integrations.planning import plan
     from longspan.integrations.transformers.prepare import prepare
     from longspan.layout import Layout
     from longspan.loss import Head, LossOptions, reduce_loss, tiled_loss, token_logps
@@ -42,6 +43,7 @@ __all__ = [
     "Schedule",
     "attend",
     "offload_checkpoints",
+    "plan",
     "prepare",
     "reduce_loss",
     "tile",
@@ -53,6 +55,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import public names when they are first used, so that `import longspan` loads neither torch nor transformers."""
+    if name == "plan":  # a package that can be called
+        return import_module("longspan.plan")
     if name not in _HOMES:
         raise AttributeError(f"module 'longspan' has no attribute '{name}'")
     return getattr(import_module(_HOMES[name]), name)

@@ -139,6 +139,16 @@ def shard_batch(
     return part
 
 
+def batch_size(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the rows of a full batch, and their tokens.
+
+    Raises:
+        BatchError: it has no tokens, or is cut already.
+    """
+    rows, tokens = _tokens(batch).shape[:2]
+    return rows, tokens
+
+
 def cut(field: Tensor, layout: Layout, rank: int, fill: int | float = 0) -> Tensor:
     """Return a rank's tokens of a field [B, S, ...] -> [B, S/sp, ...], the row padded with `fill`."""
     missing = layout.length - field.shape[1]

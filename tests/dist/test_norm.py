@@ -56,7 +56,7 @@ def watched() -> None:
     handle.remove()
     assert "forward" not in norm.__dict__
     assert "norm" not in handle.plan.explain()
-    plain = longspan.prepare(model, 1)
+    plain = longspan.prepare(model, 1, memory=Memory())
     assert "forward" not in norm.__dict__, "layers that keep their graph leave it alone"
     plain.remove()
 

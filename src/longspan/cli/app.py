@@ -8,6 +8,7 @@ import typer
 
 from longspan.cli.check import check
 from longspan.cli.doctor import doctor
+from longspan.cli.plan import plan
 from longspan.cli.train import train
 from longspan.errors import LongspanError
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(check)
+app.command()(plan)
 app.command()(doctor)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
 from longspan.check.settings import Settings
+from longspan.cli.flags import with_flags
 from longspan.cli.ranks import Job, start
 from longspan.config.schema import parse_size
 from longspan.errors import ConfigError, LongspanError, TopologyError
@@ -69,25 +68,7 @@ class Flags:
     json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else. (default false)")] = False
 
 
-def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a parameter per field of `Flags`: typer reads them from its signature."""
-    hints = get_type_hints(Flags, include_extras=True)
-    command.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
-        [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=hints[field.name],
-            )
-            for field in fields(Flags)
-        ]
-    )
-    command.__annotations__ = hints
-    return command
-
-
-@_with_flags
+@with_flags(Flags)
 def check(**flags: Any) -> None:
     """Compare loss, gradients, evaluation and document borders with the plain model on one process.
 

@@ -1,11 +1,12 @@
-"""Turn the settings' schema into command line flags."""
+"""Turn the settings' schema, or a dataclass, into command line flags."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -32,6 +33,32 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *flags)}
     del run.__wrapped__  # pyright: ignore[reportAttributeAccessIssue]
     return run
+
+
+def with_flags(flags: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a parameter per field of a dataclass: typer reads them from its signature.
+
+    Args:
+        flags: a dataclass whose fields are annotated with their options.
+    """
+    hints = get_type_hints(flags, include_extras=True)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
+            [
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                    annotation=hints[field.name],
+                )
+                for field in fields(flags)
+            ]
+        )
+        command.__annotations__ = hints
+        return command
+
+    return decorate
 
 
 def _annotation(setting: Setting) -> Any:

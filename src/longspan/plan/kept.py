@@ -43,6 +43,7 @@ class LayerSize:
         ulysses: ranks that exchange heads.
         rank: which of them; None for the one that keeps most, as heads may be divided unevenly.
         whole: attention runs once over the whole sequence (with a ring), not tile by tile.
+        products: numbers per token in the results of matrix products that backward needs; 0 where not known.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class LayerSize:
     ulysses: int = 1
     rank: int | None = None
     whole: bool = False
+    products: int = 0
 
 
 def kept_bytes(keep: Keep, size: LayerSize) -> int:
@@ -78,6 +80,8 @@ def kept_bytes(keep: Keep, size: LayerSize) -> int:
         total += joined * kv_heads * (o.head_dim + o.v_head_dim) * size.itemsize
     if keep is Keep.PRODUCTS or (keep.has_kv and size.whole):
         total += joined * heads * o.head_dim * size.itemsize
+    if keep is Keep.PRODUCTS:
+        total += size.tokens * size.products * size.itemsize
     return total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast, overload
 
@@ -16,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attention.build import Attend
-from longspan.batch import CONTEXT, Shard, shard_batch, uncut
+from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
+from longspan.integrations.transformers.automatic import Automatic
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
 from longspan.integrations.transformers.norm import NormForward
 from longspan.integrations.transformers.parts import Parts
@@ -26,7 +28,7 @@ from longspan.integrations.transformers.rope import Rotary
 from longspan.integrations.transformers.routers import Routers
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
-from longspan.plan.keep import Memory
+from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
 from longspan.stream.compiled import Compiler
@@ -60,6 +62,7 @@ class Applied:
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
         self.stash = Stash(parts.device, memory.budget)
+        self.automatic: Automatic | None = None
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
         self.call: ForwardCall | None = None
         self.bypassed = False
@@ -73,17 +76,29 @@ class Applied:
         use_attention(self.model, NAME)
         self.routers = Routers.of(parts)
         self.routers.install()
-        layers = [
+        self._replace([(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries])
+        if memory.streams:
+            self._stream()
+        self.model._longspan_applied = self  # type: ignore[assignment]
+
+    def decide(self, automatic: Automatic) -> None:
+        """Let what layers keep be decided for each length of rows."""
+        self.automatic = automatic
+        self._stream()
+
+    def _stream(self) -> None:
+        parts = self.parts
+        self._replace(
             (layer, Streamed(layer, i, f"{parts.layers_name}.{i} ({type(layer).__name__})", CONTEXT))
             for i, layer in enumerate(parts.layers)
-            if memory.streams
-        ]
-        norms = [(parts.norm, NormForward(self, parts.norm))] if memory.streams and parts.norm is not None else []
-        own = [(self.model, Forward(self)), (parts.head, HeadForward(self))]
-        for module, forward in [*own, *rotaries, *layers, *norms]:
+        )
+        if parts.norm is not None:
+            self._replace([(parts.norm, NormForward(self, parts.norm))])
+
+    def _replace(self, forwards: Iterable[tuple[nn.Module, Any]]) -> None:
+        for module, forward in forwards:
             self._replaced.append((module, module.__dict__.get("forward")))
             module.forward = forward
-        self.model._longspan_applied = self  # type: ignore[assignment]
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -106,6 +121,8 @@ class Applied:
             Keyword arguments for the model. Pure and free of collectives.
         """
         _check_ids(self.parts.embedding, batch.get("input_ids"))
+        if self.automatic is not None:
+            self._settle(*batch_size(batch))
         return shard_batch(
             batch,
             self.mesh,
@@ -113,6 +130,27 @@ class Applied:
             token_fields=token_fields,
             tile_tokens=self.memory.tile_tokens if self.memory.streams else None,
         )
+
+    def memory_of(self, shard: Shard) -> Memory:
+        """Return how layers run on a part."""
+        if self.automatic is None:
+            return self.memory
+        memory = self._settle(shard.rows, shard.layout.tokens)
+        if (memory.tile_tokens if memory.streams else None) == shard.tile_tokens:
+            return memory
+        # the part was cut when parameters were held in another way, as before fully_shard; its tiles cannot change
+        keep = memory.keep if memory.streams else Keep.X_O
+        return Memory() if shard.tile_tokens is None else replace(memory, tile_tokens=shard.tile_tokens, keep=keep)
+
+    def _settle(self, rows: int, tokens: int) -> Memory:
+        """Decide how layers run on rows of so many tokens."""
+        assert self.automatic is not None
+        self.plan = self.automatic.plan(self.model, rows, tokens)
+        assert self.plan.memory is not None
+        self.memory = self.plan.memory
+        if self.memory.compile is not None and self.compiler is None:
+            self.compiler = Compiler(self.memory.compile)
+        return self.memory
 
     def loader(
         self, batches: Iterable[Mapping[str, Any]], accumulation: int = 1, token_fields: Sequence[str] = ()
@@ -179,12 +217,14 @@ class Applied:
         results = tuple(self.gather(t, part) if gather else t for t in out.unbind(-1))
         return (results[0], results[1]) if entropy else results[0]
 
-    def passage(self, shard: Shard) -> Passage:
+    def passage(self, shard: Shard, memory: Memory) -> Passage:
         """Return what the layers of a new forward pass keep, nothing yet."""
-        if self.stash.budget != self.memory.budget:
+        known, budget = self.stash.budget, memory.budget
+        if (known.host_bytes, known.directory) != (budget.host_bytes, budget.directory):
             self.stash.close()
-            self.stash = Stash(self.parts.device, self.memory.budget)
-        return Passage(self.stash, self.memory, self.operands, self.mesh.ulysses.size, shard.layout.ring > 1)
+            self.stash = Stash(self.parts.device, budget)
+        self.stash.budget = budget  # the host memory that is reserved already stays
+        return Passage(self.stash, memory, self.operands, self.mesh.ulysses.size, shard.layout.ring > 1)
 
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the world axis, for training without an engine that does it.

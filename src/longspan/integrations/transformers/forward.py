@@ -46,11 +46,12 @@ class ForwardCall:
         self, applied: Applied, shard: Shard, names: frozenset[str], shift_labels: Tensor | None, output: Output
     ) -> None:
         self.shard, self.attend = shard, applied.attend
-        self.memory, self.compiler = applied.memory, applied.compiler
+        self.memory = applied.memory_of(shard)
+        self.compiler = None if self.memory.compile is None else applied.compiler
         self.names, self.shift_labels, self.output = names, shift_labels, output
         self.fitting, self.last = applied.fitting, len(applied.layers) - 1
         self.results: tuple[Tensor, ...] = ()  # what the head made
-        self.passage = applied.passage(shard)
+        self.passage = applied.passage(shard, self.memory)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
 

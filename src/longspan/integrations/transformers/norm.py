@@ -62,8 +62,8 @@ class NormForward:
         functools.update_wrapper(self, self.original)
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.applied.call is None or args or kwargs:
+        call = self.applied.call
+        if call is None or not call.memory.streams or args or kwargs:
             return self.original(hidden, *args, **kwargs)
-        parameters = list(self.module.parameters())
-        tokens = self.applied.memory.tile_tokens
+        parameters, tokens = list(self.module.parameters()), call.memory.tile_tokens
         return tile(self.original, hidden, parameters=parameters, tile_tokens=tokens, dim=-2)

@@ -16,6 +16,7 @@ from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
 from longspan.integrations.transformers.applied import Applied, own_config, use_attention
 from longspan.integrations.transformers.attention import NAME, register
+from longspan.integrations.transformers.automatic import Automatic
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
 from longspan.integrations.transformers.norm import norm_note
 from longspan.integrations.transformers.parts import Parts
@@ -56,7 +57,7 @@ def prepare(
         ulysses_degree, ring_degree: how these divide into head and ring parallelism; None to choose.
         mesh: a mesh of the host with an axis named `sp` or `cp`; None for all processes.
         kernel: `auto`, one of longspan's kernels, or a transformers attention name.
-        memory: how layers run and what they keep for backward; `auto` runs them whole and keeps everything.
+        memory: how layers run and what they keep; `auto` decides by length, on CPUs to keep all while that fits.
         logits: also return this rank's logits [B, s, V].
         grad_reduction: whether the engine averages gradients over the ranks or adds them up.
         sequence_parallel_in_eval: False makes `model.eval()` run the plain model on full batches.
@@ -66,7 +67,7 @@ def prepare(
         TopologyError: degrees that the processes or heads cannot serve.
         KernelError: no kernel can do it on this device.
 
-    Cost: a probe of five forward passes on 5 tokens (eight for layers with experts), and the process groups;
+    Cost: five forward passes on 5 tokens (eight for layers with experts), the process groups, a small all-reduce;
         on GPUs of one node a quarter of a GiB of each for exchanges of heads by copy engines.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
@@ -82,15 +83,15 @@ def prepare(
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
     shapes, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
-    plan = replace(plan, reasons=(*plan.reasons, *norm_note(parts.norm, ways), *((exchange,) if exchange else ())))
-    attend = Attend(axes, chosen)
+    plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
-    applied = Applied(
-        parts, axes, plan, attend, ways, logits=logits, grad_reduction=grad_reduction, in_eval=sequence_parallel_in_eval
-    )
+    options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
+    applied = Applied(parts, axes, plan, Attend(axes, chosen), ways, **options)
     applied.settings, applied.operands = settings, shapes
+    if memory == "auto":
+        applied.decide(Automatic.agreed(parts, axes, shapes, plan))
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"longspan: {plan.explain()}", file=sys.stderr)
+        print(f"longspan: {plan.summary()}", file=sys.stderr)
     return applied
 
 
@@ -106,6 +107,10 @@ def _decide(
     return shapes, degrees, chosen, plan
 
 
+def _with_notes(plan: Plan, *notes: str | None) -> Plan:
+    return replace(plan, reasons=(*plan.reasons, *(note for note in notes if note)))
+
+
 def _check_choices(memory: str | Memory, grad_reduction: str) -> None:
     if memory != "auto" and not isinstance(memory, Memory):
         raise ConfigError(f"memory must be 'auto' or a Memory, got {memory!r}.")
@@ -116,7 +121,7 @@ def _check_choices(memory: str | Memory, grad_reduction: str) -> None:
 def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
     if earlier.settings != settings:
         raise ConfigError(
-            f"This model is prepared already, with {earlier.plan.explain()}; call handle.remove() before preparing it "
+            f"This model is prepared already, with {earlier.plan.summary()}; call handle.remove() before preparing it "
             "in another way."
         )
     return earlier

@@ -1,0 +1,85 @@
+"""`longspan.plan`: what a model needs and how fast it trains, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longspan.errors import ConfigError
+from longspan.integrations.shapes import model_shape
+from longspan.plan.decide import Task, make_plan
+from longspan.plan.degrees import choose_degrees
+from longspan.plan.machine import GIB, Cluster, Machine, find_machine
+from longspan.plan.plan import Plan
+from longspan.plan.setup import ENGINES, OPTIMIZERS, find_optimizer
+from longspan.plan.shapes import ModelShape
+
+NODE_GPUS = 8
+
+
+def plan(
+    model_or_config: Any,
+    seq_len: int | None = None,
+    world_size: int = 8,
+    gpu_memory_gib: float = 139,
+    host_memory_gib: float = 560,
+    engine: str = "fsdp2",
+    gpu: str = "h200",
+    optimizer: str = "auto",
+) -> Plan:
+    """Decide how to train a model on rows of a length, and predict its memory and its speed. Nothing is run.
+
+    All GPUs share one sequence. Nodes have 8 GPUs, or as many as there are if fewer.
+
+    Args:
+        model_or_config: a preset, folder or hub id, a transformers configuration, or a model.
+        seq_len: tokens per row; None for the longest that fits.
+        gpu_memory_gib: total memory of a GPU.
+        host_memory_gib: memory of a node.
+        engine: who holds parameters: fsdp2, ddp or single.
+        gpu: kind of GPU, whose rates are used; see `longspan.plan.machine.MACHINES`.
+        optimizer: adamw (fp32), adamw-host (the same, in host memory), adamw8bit, adamw-bf16-sr; auto takes adamw,
+            or adamw-host where it does not fit.
+
+    Raises:
+        ConfigError: a setting that is not known, or a length that does not fit, with the numbers.
+        ModelError: no causal language model of text.
+    """
+    sizes = (round(gpu_memory_gib * GIB), round(host_memory_gib * GIB))
+    cluster = cluster_for(find_machine(gpu), world_size, NODE_GPUS, *sizes)
+    return make_plan(task_for(model_shape(model_or_config), cluster, engine, optimizer), seq_len)
+
+
+def cluster_for(machine: Machine, gpus: int, node_gpus: int, gpu_bytes: int, host_bytes: int) -> Cluster:
+    """Return a cluster of equal nodes.
+
+    Raises:
+        ConfigError: numbers that make none.
+    """
+    if gpus < 1 or node_gpus < 1 or gpu_bytes <= 0 or host_bytes < 0:
+        raise ConfigError(
+            f"A plan needs at least one GPU with memory, got {gpus} GPUs, {node_gpus} per node, {gpu_bytes:,} bytes of "
+            f"GPU memory and {host_bytes:,} bytes of host memory."
+        )
+    if gpus > node_gpus and gpus % node_gpus:
+        raise ConfigError(
+            f"{gpus} GPUs do not fill nodes of {node_gpus}: take a multiple of {node_gpus}, or another number per node."
+        )
+    return Cluster(machine, gpus, min(gpus, node_gpus), gpu_bytes, host_bytes)
+
+
+def task_for(shape: ModelShape, cluster: Cluster, engine: str, optimizer: str) -> Task:
+    """Return the task of training a model on all of a cluster's GPUs together.
+
+    Raises:
+        ConfigError: an unknown engine or optimizer.
+        TopologyError: no degrees serve the heads.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"Unknown engine {engine!r}; use {', '.join(ENGINES)}.")
+    if optimizer == "auto":
+        optimizers = (OPTIMIZERS["adamw"], OPTIMIZERS["adamw-host"])
+    else:
+        optimizers = (find_optimizer(optimizer),)
+    heads = {(layer.heads, layer.kv_heads) for layer in shape.layers}
+    degrees = min((choose_degrees(h, k, cluster.gpus, cluster.node_gpus) for h, k in heads), key=lambda d: d.ulysses)
+    return Task(shape, cluster, degrees, engine, optimizers, streams_norm=True)

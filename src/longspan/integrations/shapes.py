@@ -1,0 +1,155 @@
+"""Describe a transformers model for planning: its parameters are counted on the meta device, exactly."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from longspan.config import ModelConfig
+from longspan.errors import ModelError
+from longspan.integrations.models import load_model_config
+from longspan.plan.shapes import LayerShape, ModelShape
+
+_LAST_PRODUCT = re.compile(r"(^|\.)(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear)(\.|$)")
+_ATTENTION = re.compile(r"attn|attention|mixer")
+_OUT = re.compile(r"(^|\.)(o_proj|out_proj|dense|c_proj|wo)(\.|$)")
+_KEYS_VALUES = re.compile(r"(^|\.)(k_proj|v_proj)(\.|$)")
+_FUSED = re.compile(r"(^|\.)(qkv_proj|query_key_value|c_attn|qkv|wqkv)(\.|$)")
+
+_SHORT_WINDOW = 64
+"""Keys that a token of a recurrent layer counts as, in place of all before it."""
+
+
+class Operands(Protocol):
+    """Sizes of a layer's attention call."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+
+
+def model_shape(model: str | PretrainedConfig | nn.Module, operands: Sequence[Operands] | None = None) -> ModelShape:
+    """Return the shape of a model, given itself, its configuration, or a preset, folder or hub id.
+
+    Args:
+        operands: sizes of each layer's attention call, if they were seen; else they are read from the configuration.
+
+    Raises:
+        ConfigError: there is no such model.
+        ModelError: it is no causal language model with decoder layers that can be found.
+    """
+    if isinstance(model, nn.Module):
+        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+        return _describe(inner, getattr(inner, "name_or_path", "") or type(inner).__name__, operands)
+    name = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__
+    config = load_model_config(ModelConfig(name=model, init="random")) if isinstance(model, str) else model
+    try:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{name} cannot be planned, as it is no causal language model of text: {reason}") from None
+    return _describe(built, name, operands)
+
+
+def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> ModelShape:
+    config = model.config.get_text_config()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
+    if head is None or embedding is None or not lists:
+        raise ModelError(f"{name} cannot be planned: it has no head, embedding or list of decoder layers.")
+    seen = operands or [None] * len(lists[0])
+    layers = tuple(
+        _layer(layer, config, operand or _operands(config), _window(config, i))
+        for i, (layer, operand) in enumerate(zip(lists[0], seen, strict=True))
+    )
+    inside = {id(p) for p in lists[0].parameters()}
+    outside = [p for p in model.parameters() if id(p) not in inside]
+    return ModelShape(
+        name=name,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        layers=layers,
+        outside=sum(p.numel() for p in outside),
+        outside_trained=sum(p.numel() for p in outside if p.requires_grad),
+        head=config.vocab_size * config.hidden_size,
+        head_trained=any(p.requires_grad for p in head.parameters()),
+    )
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Sizes of an attention call as a configuration gives them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+def _operands(config: Any) -> Operands:
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    value = getattr(config, "v_head_dim", None) or width
+    rotated = getattr(config, "qk_rope_head_dim", None)
+    if rotated:  # latent attention: every head has keys of its own
+        return _Heads(heads, heads, rotated + config.qk_nope_head_dim, value)
+    return _Heads(heads, getattr(config, "num_key_value_heads", None) or heads, width, value)
+
+
+def _layer(layer: nn.Module, config: Any, operands: Operands, window: int | None) -> LayerShape:
+    """Count a layer's weights, sorted by what they are multiplied with."""
+    query = operands.heads * operands.head_dim
+    kv = operands.kv_heads * (operands.head_dim + operands.v_head_dim)
+    experts = next(
+        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, key, None))), 1
+    )
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    active = before = keys = down = mlp = 0.0
+    for name, p in layer.named_parameters():
+        if p.dim() < 2:
+            continue
+        own = p.numel() * (chosen / experts if re.search(r"\.experts\.", f".{name}") else 1)
+        active += own
+        if not _ATTENTION.search(name):
+            mlp += own
+            down += own if _LAST_PRODUCT.search(name) else 0
+        elif not _OUT.search(name):
+            before += own
+            keys += own if _KEYS_VALUES.search(name) else own * kv / (query + kv) if _FUSED.search(name) else 0
+    return LayerShape(
+        heads=operands.heads,
+        kv_heads=operands.kv_heads,
+        head_dim=operands.head_dim,
+        v_head_dim=operands.v_head_dim,
+        intermediate=round(mlp / (3 * config.hidden_size)),
+        parameters=sum(p.numel() for p in layer.parameters()),
+        active=round(active),
+        query_key_value=round(before),
+        key_value=round(keys),
+        down=round(down),
+        trained=sum(p.numel() for p in layer.parameters() if p.requires_grad),
+        window=window,
+    )
+
+
+def _window(config: Any, index: int) -> int | None:
+    """Return how far a layer sees back, where it does not see everything."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        if kinds[index] == "linear_attention":
+            return _SHORT_WINDOW
+        return config.sliding_window if kinds[index] == "sliding_attention" else None
+    window = getattr(config, "sliding_window", None)
+    return window if window and getattr(config, "use_sliding_window", True) else None

@@ -1,0 +1,191 @@
+"""`memory="auto"`: what the layers of a prepared model keep, decided for each length of rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from longspan.errors import ConfigError
+from longspan.integrations.shapes import Operands, model_shape
+from longspan.integrations.transformers.parts import Parts
+from longspan.mesh import Mesh
+from longspan.plan.decide import Task, plan_of
+from longspan.plan.degrees import Degrees
+from longspan.plan.keep import Budget, Keep, Memory
+from longspan.plan.machine import MACHINES, Cluster, Machine
+from longspan.plan.memory import Ledger
+from longspan.plan.plan import Plan, describe
+from longspan.plan.runs import Costs
+from longspan.plan.setup import Optimizer, Setup
+from longspan.plan.solve import Choice, forced
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs, as all ranks agreed.
+
+    Args:
+        device_bytes: memory of the smallest device.
+        host_bytes: memory of the smallest node.
+        node_ranks: ranks of a node.
+    """
+
+    machine: Machine
+    device_bytes: int
+    host_bytes: int
+    node_ranks: int
+
+    @classmethod
+    def agreed(cls, device: torch.device, mesh: Mesh) -> Place:
+        """Look at this process's device and node, and take the smallest of all ranks.
+
+        Cost: one all-reduce of two numbers over the world axis.
+        """
+        on_gpu = device.type == "cuda"
+        ranks = min(mesh.world.size, torch.cuda.device_count()) if on_gpu else mesh.world.size
+        host = _host_bytes(psutil.virtual_memory().available if on_gpu else psutil.virtual_memory().total)
+        own = torch.cuda.get_device_properties(device).total_memory if on_gpu else host // ranks
+        if mesh.world.size > 1:
+            both = torch.tensor([own, host], device=mesh.device_type)
+            dist.all_reduce(both, dist.ReduceOp.MIN, group=mesh.world.group)
+            own, host = both.tolist()
+        return cls(_machine(device), own, host, ranks)
+
+
+@dataclass
+class Automatic:
+    """Decides once per number of rows, length and way in which parameters are held.
+
+    Everything it looks at is equal on all ranks, so their decisions are too.
+
+    Args:
+        operands: sizes of each layer's attention call.
+        base: the plan without a length.
+        backend: what full tiles are compiled with; None to run them as they are.
+        streams_norm: whether the norm after the layers can run in tiles.
+        optimizer: bytes of the optimizer per weight; None for AdamW in the weights' own type.
+    """
+
+    place: Place
+    mesh: Mesh
+    operands: Sequence[Operands]
+    base: Plan
+    backend: str | None
+    streams_norm: bool
+    optimizer: Optimizer | None = None
+    plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
+    tasks: dict[bool, Task] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+
+    @classmethod
+    def agreed(cls, parts: Parts, mesh: Mesh, operands: Sequence[Operands], base: Plan) -> Automatic:
+        """Decide for a model's device and a mesh; full tiles are compiled on CUDA. Cost: as `Place.agreed`."""
+        backend = "inductor" if parts.device.type == "cuda" else None
+        return cls(Place.agreed(parts.device, mesh), mesh, operands, base, backend, parts.norm is not None)
+
+    def plan(self, model: nn.Module, rows: int, tokens: int) -> Plan:
+        """Return the plan for rows of so many tokens, and say so the first time that layers run in a new way.
+
+        Raises:
+            ConfigError: nothing fits, with the numbers.
+        """
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        key = (rows, tokens, sharded)
+        if key not in self.plans:
+            self.plans[key] = self._decide(self._task(model, sharded), rows, tokens)
+            self._tell(self.plans[key])
+        return self.plans[key]
+
+    def _task(self, model: nn.Module, sharded: bool) -> Task:
+        if sharded not in self.tasks:
+            place, world = self.place, self.mesh.world.size
+            cluster = Cluster(place.machine, world, place.node_ranks, place.device_bytes, place.host_bytes)
+            degrees = Degrees(self.base.ulysses_degree, self.base.ring_degree, self.base.reasons[0])
+            weights = list(model.parameters())
+            itemsize = sum(p.numel() * p.element_size() for p in weights) / sum(p.numel() for p in weights)
+            trained = max((p.element_size() for p in weights if p.requires_grad), default=4)
+            optimizer = self.optimizer or replace(Optimizer.adamw(trained), weight_bytes=itemsize)
+            self.tasks[sharded] = Task(
+                model_shape(model, self.operands),
+                cluster,
+                degrees,
+                "fsdp2" if sharded else "ddp",
+                (optimizer,),
+                self.base.kernel,
+                itemsize=2 if place.machine.on_gpu else trained,
+                compiles=self.backend is not None,
+                # ranks with other batches may see other lengths, and gathering must happen on all of them or none
+                rebuilds=not sharded or self.mesh.data.size == 1,
+                streams_norm=self.streams_norm,
+            )
+        return self.tasks[sharded]
+
+    def _decide(self, task: Task, rows: int, tokens: int) -> Plan:
+        task = replace(task, rows=rows)
+        if not task.cluster.machine.on_gpu and _plain_fits(next(task.setups(tokens, task.optimizers[0]))):
+            return replace(self.base, seq_len=tokens, level="graph", memory=Memory())
+        choice = task.choose(tokens)
+        if choice is None:
+            error = task.too_long(tokens)
+            raise ConfigError(f"{error} To try all the same, pass prepare(..., memory=Memory(...)).")
+        made = plan_of(task, choice, None)
+        memory = replace(choice.memory, budget=self._budget(choice))
+        if memory.compile is not None:
+            memory = replace(memory, compile=self.backend)
+        reasons = (*self.base.reasons, *made.reasons[1:])
+        return replace(made, kernel=self.base.kernel, loss=self.base.loss, reasons=reasons, memory=memory)
+
+    def _budget(self, choice: Choice) -> Budget:
+        """Return a choice's budget with room on the host that no length changes, so that it is reserved once."""
+        host = max(0, int(Ledger(choice.setup).host_capacity))
+        gpu = choice.budget.gpu_bytes
+        return Budget(self.place.device_bytes if gpu is None else gpu, host) if host else choice.budget
+
+    def _tell(self, plan: Plan) -> None:
+        """Print a decision on the first rank, once for each way in which layers run."""
+        assert plan.memory is not None
+        way = describe(plan.memory)
+        if way in self.told or plan.memory == Memory():
+            return
+        self.told.add(way)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            lines = plan.explain().splitlines()[1:]
+            print("\n".join(["longspan:" + lines[0].removeprefix(" "), *lines[1:]]), file=sys.stderr)
+
+
+def _plain_fits(setup: Setup) -> bool:
+    """Tell whether layers fit as they are, with all their activations."""
+    setup = replace(setup, tile_tokens=None, compiled=False)
+    choice = forced(Costs(setup), Keep.GRAPH)
+    return sum(choice.gpu_bytes.values()) <= Ledger(setup).capacity + Ledger(setup).reserve
+
+
+def _machine(device: torch.device) -> Machine:
+    """Return the figures of a device; those of an H100 where its kind is not known."""
+    if device.type != "cuda":
+        return MACHINES["cpu"]
+    name = torch.cuda.get_device_name(device).lower()
+    known = (machine for key, machine in MACHINES.items() if key.split("-")[0] in name)
+    return next(known, MACHINES["h100-80g"])
+
+
+def _host_bytes(seen: int) -> int:
+    """Return how much of the host a process may use: what was seen, or less in a container."""
+    for path in _CGROUP_LIMITS:
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return min(seen, int(text))
+    return seen

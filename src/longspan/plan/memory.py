@@ -1,0 +1,306 @@
+"""Bytes on a device and on its host, by cause.
+
+What layers keep is counted here for one layer at a time, and is put together in `solve.py`; all else follows from a
+`Setup`. The peak of a step lies in one of a few moments: the last layer's forward, the loss, some layer's backward, or
+the reduction of what lies outside the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from longspan.plan import kept
+from longspan.plan.keep import Keep
+from longspan.plan.kept import LayerSize
+from longspan.plan.machine import GIB
+from longspan.plan.setup import Setup
+from longspan.plan.shapes import LayerShape
+
+Bytes = dict[str, float]
+
+LOGIT_TILE_ELEMENTS = 1 << 28
+"""Elements of the logits of one tile of the loss; `tiling.py` makes 1 GiB of float32 of them."""
+
+RESERVE_BYTES, RESERVE_SHARE = 3 * GIB, 0.02
+"""Of a device: the context of the driver, buffers of collectives, workspaces, and what an allocator cannot use."""
+
+WAITING_BYTES = 1 << 30
+"""Of gradients that wait for their step, where it is taken inside backward."""
+
+HOST_RESERVE_BYTES, HOST_RESERVE_SHARE = 2 * GIB, 0.04
+"""Of a host: each process, and a share that the system keeps."""
+
+
+def kept_bytes(keep: Keep, setup: Setup, layer: LayerShape) -> int:
+    """Return what a streamed layer keeps from forward to backward, on the rank that keeps most.
+
+    Products are the attention's projected output and the MLP's gate and first product: nothing needs the result of the
+    last one again.
+    """
+    size = LayerSize(
+        tokens=setup.local,
+        hidden=setup.shape.hidden,
+        operands=layer,
+        itemsize=setup.itemsize,
+        x_itemsize=setup.itemsize,
+        lse_itemsize=max(4, setup.itemsize),
+        ulysses=setup.ulysses,
+        whole=setup.ring > 1,
+        products=setup.shape.hidden + 2 * layer.intermediate,
+    )
+    return kept.kept_bytes(keep, size)
+
+
+def graph_bytes(setup: Setup, layer: LayerShape, tokens: int, compiled: bool) -> int:
+    """Return the activations that autograd keeps of `tokens` tokens of a plain layer.
+
+    Eager: both norms keep their input in float32 and their normalised input; rotary embeddings and attention each keep
+    q and k; attention keeps v, its output and (exchanged) its output again; the MLP its gate before and after the
+    activation, the other branch, and their product. Compiled code keeps less: measured on Llama-3-8B, 140 KiB per token
+    where this gives 144.
+    """
+    c, d = setup.itemsize, setup.shape.hidden
+    q, kv, out = layer.query_width, layer.kv_heads * (layer.head_dim + layer.v_head_dim), layer.out_width
+    lse = 4 * layer.heads
+    if compiled:
+        return tokens * (c * (4 * d + q + kv + 2 * out + 3 * layer.intermediate) + lse)
+    norms = 2 * d * (4 + 2 * c)
+    rotary = c * 2 * (q + layer.kv_heads * layer.head_dim)
+    attention = c * (q + kv + 2 * out) + lse
+    return tokens * (norms + rotary + attention + c * 4 * layer.intermediate)
+
+
+def _key_value_numbers(setup: Setup, layer: LayerShape) -> int:
+    return setup.joined * setup.kv_heads(layer) * (layer.head_dim + layer.v_head_dim)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A time at which memory may be fullest, and what is held then besides what layers keep.
+
+    Args:
+        layer: the layer that runs backward; None for another moment.
+    """
+
+    name: str
+    layer: int | None
+    causes: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum(self.causes.values())
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All bytes of a setup that do not depend on what layers keep.
+
+    Args:
+        staged: whether some of what is kept lies on the host, so that the next layer's is brought back early.
+    """
+
+    setup: Setup
+    staged: bool = False
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of a device that a step may use."""
+        total = self.setup.cluster.gpu_bytes
+        return total - self.reserve
+
+    @property
+    def reserve(self) -> float:
+        """Bytes of a device that are left alone."""
+        if not self.setup.cluster.machine.on_gpu:
+            return HOST_RESERVE_BYTES + HOST_RESERVE_SHARE * self.setup.cluster.gpu_bytes
+        return RESERVE_BYTES + RESERVE_SHARE * self.setup.cluster.gpu_bytes
+
+    @cached_property
+    def host(self) -> Bytes:
+        """Bytes of a rank's share of its host, without kept tensors."""
+        setup = self.setup
+        state = setup.optimizer.host_bytes * setup.shape.trained / setup.shards
+        return {"optimizer": state} if state else {}
+
+    @property
+    def host_capacity(self) -> float:
+        """Bytes of a rank's share of its host that may hold kept tensors."""
+        if not self.setup.cluster.machine.on_gpu:
+            return 0
+        share = self.setup.cluster.host_bytes / self.setup.cluster.local_ranks
+        return share * (1 - HOST_RESERVE_SHARE) - HOST_RESERVE_BYTES - sum(self.host.values())
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The moments in order; layers run backward from the last to the first."""
+        count = len(self.setup.shape.layers)
+        first = [Moment("forward", None, self._forward()), Moment("loss", None, self._loss())]
+        norm = Moment("norm", None, self._norm())
+        layers = [Moment("backward", i, self._backward(i)) for i in range(count - 1, -1, -1)]
+        return (*first, norm, *layers, Moment("end", None, self._end()), Moment("step", None, self._step()))
+
+    def graph_backward(self, layer: int) -> Moment:
+        """Return the backward of a layer that keeps its graph, without that graph."""
+        setup, shape = self.setup, self.setup.shape.layers[layer]
+        width = 3 * shape.intermediate + 4 * setup.shape.hidden + 3 * shape.query_width + 3 * shape.out_width
+        causes = self._state(layer)
+        causes["hidden states"] = 2 * self._x
+        causes["tile"] = setup.local * width * setup.itemsize
+        causes["gradient buffers"] = shape.trained * (setup.itemsize + (4 if setup.gathers else 0))
+        return Moment("backward", layer, causes)
+
+    @property
+    def _x(self) -> float:
+        return self.setup.local * self.setup.shape.hidden * self.setup.itemsize
+
+    def _state(self, layers_after: int | None) -> Bytes:
+        """Return what is held throughout, with the gradients of the layers after one; None for none of them."""
+        setup, shape, optimizer = self.setup, self.setup.shape, self.setup.optimizer
+        frozen = shape.parameters - shape.trained
+        weights = shape.trained * optimizer.weight_bytes + frozen * min(optimizer.weight_bytes, 4)
+        causes: Bytes = {
+            "parameters": weights / setup.shards,
+            "optimizer": shape.trained * optimizer.state_bytes / setup.shards,
+            "inputs": setup.local * (40 + 2 * shape.layers[0].head_dim * setup.itemsize),
+        }
+        if setup.gathers:
+            layers = 0 if layers_after is None else self._gathered
+            causes["gathered parameters"] = shape.outside * setup.itemsize + layers
+        if layers_after is not None:
+            done = sum(layer.trained for layer in shape.layers[layers_after + 1 :])
+            waiting = WAITING_BYTES if optimizer.in_backward else 0
+            causes["gradients"] = done * optimizer.gradient_bytes / setup.shards + self._head_gradient + waiting
+        return causes
+
+    @property
+    def _gathered(self) -> float:
+        """The layer at hand and the next, fetched early."""
+        return 2 * self.setup.itemsize * max(layer.parameters for layer in self.setup.shape.layers)
+
+    @property
+    def _head_gradient(self) -> float:
+        """The head's gradient, whole until backward ends."""
+        setup = self.setup
+        if not setup.shape.head_trained:
+            return 0
+        return setup.shape.head * (setup.itemsize if setup.gathers else setup.optimizer.weight_bytes)
+
+    def _forward(self) -> Bytes:
+        """The last layer's forward."""
+        setup, layer = self.setup, self.setup.shape.layers[-1]
+        causes = self._state(None)
+        if setup.gathers:
+            causes["gathered parameters"] += self._gathered
+        causes["hidden states"] = 2 * self._x
+        causes["keys and values"] = _key_value_numbers(setup, layer) * setup.itemsize
+        causes["tile"] = self._tile(layer, backward=False)
+        if setup.ring > 1:
+            causes["ring"] = self._ring(layer, backward=False)
+        return causes | self._staging
+
+    def _loss(self) -> Bytes:
+        """The tiles of the loss, between the head's hidden states and their gradient."""
+        setup, shape = self.setup, self.setup.shape
+        causes = self._state(None)
+        logits = min(setup.local * shape.vocabulary, max(LOGIT_TILE_ELEMENTS, 512 * shape.vocabulary))
+        causes["loss"] = logits * (12 + setup.itemsize)
+        if shape.head_trained:
+            causes["loss"] += shape.head * (4 + setup.itemsize)
+        norm = setup.local * shape.hidden * (setup.itemsize if setup.streams_norm else 4 + setup.itemsize)
+        causes["hidden states"] = norm + 2 * self._x
+        return causes
+
+    def _norm(self) -> Bytes:
+        """The backward of the last norm: run whole, several float32 copies of the hidden states."""
+        setup, shape = self.setup, self.setup.shape
+        causes = self._state(len(shape.layers) - 1)
+        factor = 3 * setup.itemsize if setup.streams_norm else 20 + 2 * setup.itemsize
+        causes["hidden states"] = setup.local * shape.hidden * factor
+        return causes
+
+    def _backward(self, index: int) -> Bytes:
+        """A streamed layer's backward."""
+        setup, layer = self.setup, self.setup.shape.layers[index]
+        causes = self._state(index)
+        causes["hidden states"] = 3 * self._x
+        tile_gradients = layer.trained * setup.itemsize
+        reducing = 4 * layer.trained if setup.gathers else 0
+        causes["gradient buffers"] = 4 * layer.trained + tile_gradients + reducing
+        causes["tile"] = self._tile(layer, backward=True)
+        if setup.ring > 1:
+            causes["ring"] = self._ring(layer, backward=True)
+        else:
+            causes["keys and values"] = self._prefix(layer)
+        return causes | self._staging
+
+    def _prefix(self, layer: LayerShape) -> float:
+        """Keys and values of a layer, their gradients in float32, and a kernel's gradients of the longest prefix.
+
+        A kernel that expands makes dk and dv for every query head; the others sum them up in float32.
+        """
+        setup, numbers = self.setup, _key_value_numbers(self.setup, layer)
+        share = setup.query_heads(layer) / setup.kv_heads(layer)
+        per_call: float = setup.itemsize
+        if share > 1:
+            per_call += share * setup.itemsize if setup.cluster.machine.rate(setup.kernel).expands else 4
+        block = min(1.0, (setup.key_block_tokens or setup.joined) * setup.rows / setup.joined)
+        return numbers * (setup.itemsize + max(4, setup.itemsize) + block * per_call)
+
+    def _ring(self, layer: LayerShape, backward: bool) -> float:
+        """Operands of attention over the whole shard, and what travels.
+
+        Backward is fullest either while float32 gradients of keys and values go round, or while dq is sent home.
+        """
+        setup, c = self.setup, self.setup.itemsize
+        q = setup.joined * setup.query_heads(layer) * layer.head_dim
+        out = setup.joined * setup.query_heads(layer) * layer.v_head_dim
+        kv = _key_value_numbers(setup, layer)
+        if not backward:
+            return c * (2 * q + 3 * out) + 3 * c * kv + 4 * out
+        around = c * (2 * q + 2 * out) + kv * (3 * c + 12)
+        home = c * (4 * q + 2 * out) + kv * (3 * c + 4)
+        return 4 * q + max(around, home)
+
+    def _tile(self, layer: LayerShape, backward: bool) -> float:
+        """What a tile's computation holds."""
+        setup, c, d, t = self.setup, self.setup.itemsize, self.setup.shape.hidden, self.setup.tile
+        attention = t * c * 3 * (layer.query_width + layer.out_width)
+        if not backward:
+            return t * c * (3 * layer.intermediate + 4 * d) + attention
+        if setup.compiled:
+            return t * c * (5 * layer.intermediate + 8 * d) + attention
+        return graph_bytes(setup, layer, t, compiled=False) + t * c * (3 * layer.intermediate + 4 * d) + attention
+
+    @cached_property
+    def _staging(self) -> Bytes:
+        """Room for what has come from the host: a layer's attention output, and all that the next one needs."""
+        if not self.staged:
+            return {}
+        layers = self.setup.shape.layers
+        sizes = [kept_bytes(Keep.OUT, self.setup, la) + kept_bytes(Keep.X_O, self.setup, la) for la in layers]
+        return {"travelling to and from host": float(max(sizes))}
+
+    def _end(self) -> Bytes:
+        """The reduction of what lies outside the layers, all other gradients being there."""
+        setup, shape = self.setup, self.setup.shape
+        causes = self._state(-1)
+        causes["hidden states"] = 2 * self._x
+        own = shape.outside_trained
+        if setup.gathers:
+            causes["gathered parameters"] = 0.0
+            causes["gradients"] -= self._head_gradient
+            reduced = own * (4 + max(setup.itemsize, 4 / setup.shards))
+            causes["gradient buffers"] = reduced + 4 * shape.layers[0].trained
+        else:
+            causes["gradients"] += own * setup.optimizer.weight_bytes - self._head_gradient
+        return causes
+
+    def _step(self) -> Bytes:
+        """The optimizer's step."""
+        causes = self._state(None)
+        causes.pop("gathered parameters", None)
+        causes["gradients"] = self.setup.shape.trained * self.setup.optimizer.gradient_bytes / self.setup.shards
+        return causes

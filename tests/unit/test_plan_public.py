@@ -1,0 +1,173 @@
+"""`longspan.plan` and `longspan plan`: what they return, and what they say when something is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import pytest
+
+import longspan
+from longspan.cli import main
+from longspan.errors import ConfigError, ModelError, TopologyError
+from longspan.integrations.presets import PRESETS, preset_config
+from longspan.plan.keep import Keep, Memory
+from longspan.plan.machine import GIB, MACHINES, find_machine, parse_bytes, parse_gpus
+from longspan.plan.plan import Plan, describe
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Run the command line here; return exit code, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left:
+        main(["plan", *arguments])
+    return int(left.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def test_package_and_function() -> None:
+    """It can be called in a fresh process, before and after its modules are imported, and loads nothing heavy."""
+    code = (
+        "import sys, longspan\n"
+        "assert callable(longspan.plan)\n"
+        "from longspan.plan.keep import Keep\n"
+        "import longspan.plan.keep\n"
+        "assert longspan.plan.keep.Keep is Keep and callable(longspan.plan)\n"
+        "assert not {'transformers', 'torch'} & set(sys.modules), 'planning loaded a framework'\n"
+        "print(longspan.plan('tiny-llama', 4096, 1).seq_len)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "4096"), done.stderr
+
+
+@pytest.mark.parametrize("model", ["llama-8b", preset_config("llama-8b")], ids=["name", "config"])
+def test_plan(model: Any) -> None:
+    made = longspan.plan(model, seq_len=131_072, world_size=2, host_memory_gib=256)
+    assert isinstance(made, Plan)
+    assert (made.seq_len, made.ulysses_degree, made.ring_degree) == (131_072, 2, 1)
+    assert made.max_seq_len is not None and made.max_seq_len >= 2 << 20
+    assert made.memory is not None and made.memory.compile == "inductor"
+    assert set(made.memory.keep) == {Keep.PRODUCTS, Keep.X_O_KV, Keep.X_O}
+    assert not made.host_bytes  # what is not dear to compute again stays off the host
+    text = made.explain()
+    for part in ("131,072 tokens", "x+O+KV", "GiB per GPU", "kept by layers", "seconds per step", "attention", "MFU"):
+        assert part in text
+    assert "\n" not in made.summary()
+
+
+def test_longest_needs_more_than_shorter() -> None:
+    longest = longspan.plan("llama-1b", None, 1, 80, 200)
+    assert longest.seq_len == longest.max_seq_len
+    short = longspan.plan("llama-1b", 65_536, 1, 80, 200)
+    assert short.max_seq_len == longest.max_seq_len
+    assert (short.step_s or 0) < (longest.step_s or 0)
+    with pytest.raises(ConfigError, match=rf"do not fit.*Use rows of at most {longest.max_seq_len:,}"):
+        longspan.plan("llama-1b", (longest.seq_len or 0) + 1024, 1, 80, 200)
+
+
+def test_json() -> None:
+    code, out, err = run(
+        "--model", "llama-8b", "--gpus", "2xH200", "--host-memory", "256GiB", "--seq-len", "768K", "--json"
+    )
+    assert (code, err) == (0, "")
+    made = json.loads(out)
+    assert {
+        "max_seq_len", "seq_len", "degrees", "level", "gpu_bytes", "host_bytes", "step_s", "tokens_per_s", "reasons",
+    } <= set(made)  # fmt: skip
+    assert made["seq_len"] == 768 << 10
+    assert made["degrees"] == {"sequence_parallel": 2, "ulysses": 2, "ring": 1}
+    assert made["level"] == "1F"
+    assert all(
+        isinstance(size, int) and size > 0 for size in [*made["gpu_bytes"].values(), *made["host_bytes"].values()]
+    )
+    assert sum(made["gpu_bytes"].values()) <= MACHINES["h200"].memory_bytes
+    assert made["host_bytes"]["kept by layers"] > GIB
+    assert made["step_s"] == pytest.approx(sum(made["seconds"].values()))
+    assert made["tokens_per_s"] == pytest.approx((768 << 10) / made["step_s"])
+    assert made["reasons"] and all(isinstance(reason, str) for reason in made["reasons"])
+    assert len(made["memory"]["keep"]) == 32
+
+
+def test_text() -> None:
+    code, out, _ = run("--model", "tiny-llama", "--gpus", "H100", "--seq-len", "8K")
+    assert code == 0
+    assert "longest row that fits" in out and "rows of 8,192 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"--model": "lama-8b"}, "Did you mean the preset llama-8b?"),
+        ({"--gpus": "2xH300"}, "no figures for a machine 'h300'"),
+        ({"--gpus": "two"}, "no figures for a machine 'two'"),
+        ({"--gpus": "0xH200"}, "2xH200"),
+        ({"--gpus": "12xH200"}, "12 GPUs do not fill nodes of 8"),
+        ({"--gpus-per-node": "0"}, "0 per node"),
+        ({"--host-memory": "lots"}, "256GiB"),
+        ({"--gpu-memory": "0GiB"}, "256GiB"),
+        ({"--seq-len": "1X"}, "--seq-len 1X"),
+        ({"--seq-len": "0"}, "at least one token"),
+        ({"--engine": "zero9"}, "Unknown engine 'zero9'"),
+        ({"--optimizer": "adam8bit"}, "Did you mean adamw8bit?"),
+        ({"--seq-len": "64M"}, "Use rows of at most"),
+        ({"--model": "llama-70b"}, "optimizer adamw-bf16-sr"),
+        ({"--model": "tiny-qwen2.5-vl"}, "no causal language model of text"),
+    ],
+)  # fmt: skip
+def test_errors(changes: dict[str, str], said: str) -> None:
+    flags = {"--model": "llama-8b", "--gpus": "8xH200", "--host-memory": "256GiB"} | changes
+    code, out, err = run(*(part for flag in flags.items() for part in flag))
+    assert code == 2
+    assert out == ""
+    assert err.count("Error: ") == 1 and "Traceback" not in err
+    assert said in err
+
+
+def test_errors_of_the_function() -> None:
+    with pytest.raises(ConfigError, match="at least one GPU"):
+        longspan.plan("tiny-llama", 1024, 0)
+    with pytest.raises(TypeError):
+        longspan.plan()  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ModelError):
+        longspan.plan(preset_config("tiny-qwen3-vl"), 1024, 1)
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if "vl" not in n])
+def test_every_preset_can_be_planned(name: str) -> None:
+    try:
+        made = longspan.plan(name, 8192, 8, 139, 560, optimizer="adamw-bf16-sr")
+    except TopologyError as error:
+        assert "heads" in str(error)  # tiny models have fewer heads than ranks
+        return
+    assert made.seq_len == 8192
+    assert (made.mfu or 0) > 0
+
+
+def test_one_process_steps_inside_backward() -> None:
+    made = longspan.plan("llama-8b", 262_144, 1, 79, 1700, gpu="h100")
+    assert (made.engine, made.optimizer) == ("single", "adamw-host")
+    assert any("inside backward" in reason for reason in made.reasons)
+    assert made.host_bytes["optimizer"] == pytest.approx(12 * 8_030_261_248)
+
+
+def test_sizes_and_machines() -> None:
+    assert parse_bytes("256GiB") == 256 * GIB
+    assert parse_bytes("1.9TB") == 1_900_000_000_000
+    assert parse_bytes("80g") == 80 * GIB
+    assert parse_gpus("2xH200") == (2, MACHINES["h200"])
+    assert parse_gpus("B200") == (1, MACHINES["b200"])
+    assert find_machine("A100") is MACHINES["a100-80g"]
+    assert MACHINES["h200"].rate("cudnn+aten-flash").name == "cudnn"
+    assert MACHINES["h200"].rate("auto").name == "fa4"
+    assert MACHINES["h200"].rate("unknown").backward_tflops == 326
+
+
+def test_describe() -> None:
+    assert describe(Memory()) == "every layer keeps graph"
+    many = Memory(1024, (Keep.X_O, Keep.OUT) * 3, None)
+    assert describe(many) == "layers keep x+O (3), O (3), in tiles of 1,024 tokens"
+    few = Memory(2048, (*[Keep.X_O_KV] * 2, Keep.GRAPH), "inductor")
+    assert describe(few) == "layers keep x+O+KV (2), graph (1), in tiles of 2,048 tokens, compiled"
