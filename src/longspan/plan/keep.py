@@ -59,11 +59,14 @@ class Budget:
         gpu_bytes: on the device itself; None for as many as there are.
         host_bytes: in pinned host memory.
         directory: where what does not fit in host memory is written; None for nowhere.
+        moving_bytes: on the device, on their way to other tiers or back; beyond that computing waits for the copies.
+            None for what one layer keeps, out, and another, in.
     """
 
     gpu_bytes: int | None = None
     host_bytes: int = 0
     directory: str | None = None
+    moving_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("gpu_bytes", self.gpu_bytes), ("host_bytes", self.host_bytes)):

@@ -12,13 +12,18 @@ from torch import Tensor
 from longspan.plan.keep import Keep
 from longspan.stream.run import Gradients, LayerRun
 from longspan.stream.segment import Pass, State
+from longspan.stream.stash import Stash
 from longspan.tiling import first_order, private_graph
 
 
 class Mixing(ABC):
-    """How the tiles of a layer attend to each other; made anew for each forward pass."""
+    """How the tiles of a layer attend to each other; made anew for each forward pass.
+
+    What is kept is given back as what stands for it in the stash; a mixing brings it back when it needs it.
+    """
 
     run: LayerRun
+    stash: Stash
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
@@ -60,8 +65,10 @@ class StreamedLayer(torch.autograd.Function):
         run: Pass = ctx.run
         run.passage.stash.settle()
         if ctx.segment is None:
-            x, *kept = run.passage.stash.get(ctx.saved_tensors)
+            first, *kept = ctx.saved_tensors
+            (x,) = run.passage.stash.get((first,))
             state = State(x, tuple(kept), run.keep)
+            del first, kept, x
         else:
             state = ctx.segment.take(ctx.position)
         run.passage.ahead(run.index)

@@ -117,5 +117,5 @@ class Streamed:
     def _mixing(self, run: LayerRun, call: StreamedCall) -> Mixing:
         attend = call.attend_in(self.index)
         if call.shard.layout.ring == 1:
-            return PrefixMixing(run, attend, call.shard.tiles, call.shard.layout.length)
-        return WholeMixing(run, attend, call.shard.schedule)
+            return PrefixMixing(run, attend, call.shard.tiles, call.shard.layout.length, call.passage.stash)
+        return WholeMixing(run, attend, call.shard.schedule, call.passage.stash)

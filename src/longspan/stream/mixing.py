@@ -19,6 +19,7 @@ from longspan.stream.function import Mixing
 from longspan.stream.prefix import Prefix, Tiles
 from longspan.stream.run import Gradients, LayerRun, TileBackward
 from longspan.stream.settings import as_then
+from longspan.stream.stash import Stash
 
 
 class PrefixMixing(Mixing):
@@ -30,8 +31,8 @@ class PrefixMixing(Mixing):
     kept, and attention's forward if its output is not. Per tile two exchanges in forward and two or three in backward.
     """
 
-    def __init__(self, run: LayerRun, attend: Attend, tiles: Tiles, length: int) -> None:
-        self.run, self.attend, self.tiles, self.length = run, attend, tiles, length
+    def __init__(self, run: LayerRun, attend: Attend, tiles: Tiles, length: int, stash: Stash) -> None:
+        self.run, self.attend, self.tiles, self.length, self.stash = run, attend, tiles, length, stash
         self.ulysses: Ulysses | None = None
         self.scale = 0.0
         self.counts: list[int] = []  # of the products that each tile keeps
@@ -52,9 +53,11 @@ class PrefixMixing(Mixing):
     @as_then
     def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
         """Fill y from the kept attention output."""
-        outs = self._kept(kept).results
-        for index, (at, out) in enumerate(zip(self.run.tiles, outs, strict=True)):
-            y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out[0])[0]
+        outs = [(out,) for out, _ in self._kept(kept).results]
+        for index, at in enumerate(self.run.tiles):
+            (out,) = self.stash.get(outs[index])
+            self.stash.fetcher(outs[index + 1] if index + 1 < len(outs) else ())()
+            y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out)[0]
 
     @as_then
     def backward(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep, gradients: Gradients) -> None:
@@ -99,7 +102,8 @@ class PrefixMixing(Mixing):
         """Return the layer's keys and values, and what is known of each tile, out and lse at least."""
         if keep.has_kv:
             prefix = self.new_prefix()
-            prefix.k, prefix.v = kept.keys_values
+            prefix.k, prefix.v = self.stash.get(kept.keys_values)
+            kept.keys_values.clear()
             return prefix, kept
         with torch.no_grad():
             if not keep.has_out:
@@ -128,6 +132,20 @@ class _Kept:
     results: list[tuple[Tensor, Tensor]]
     queries: list[Tensor]
     products: list[list[Tensor]]
+
+    def last(self) -> list[Tensor]:
+        """Return all that is known of the last tile left: out and lse, and q and products if they are kept."""
+        if not self.results:
+            return []
+        return [*self.results[-1], *self.queries[-1:], *(self.products[-1] if self.products else ())]
+
+    def pop(self) -> list[Tensor]:
+        """Return it, and hold it no longer."""
+        last = self.last()
+        for parts in (self.results, self.queries, self.products):
+            if parts:
+                parts.pop()
+        return last
 
 
 class _Forward:
@@ -212,22 +230,22 @@ class _Backward:
 
     def __init__(self, mixing: PrefixMixing, prefix: Prefix, kept: _Kept, gradients: Gradients) -> None:
         self.run, self.prefix, self.kept, self.gradients = mixing.run, prefix, kept, gradients
-        self.scale = mixing.scale
+        self.scale, self.stash = mixing.scale, mixing.stash
+        self.queries = bool(kept.queries)
         self.tiles: dict[int, TileBackward] = {}
         self.coming: dict[int, tuple[Pending[list[Tensor]], Tensor]] = {}
         self.leaving: dict[int, Pending[Any]] = {}
 
     def after(self, index: int) -> None:
         """Differentiate what follows the tile's attention; send off what its attention's backward needs."""
-        kept = self.kept
-        out, lse = kept.results.pop()
-        products = kept.products.pop() if kept.products else ()
+        out, lse, *rest = self.stash.get(self.kept.pop())
+        self.stash.fetcher(self.kept.last())()
+        q, products = (rest[:1], rest[1:]) if self.queries else ([], [])
         tile = self.tiles[index] = self.run.backward(index, self.gradients, products)
         dout = tile.after(out, hold=True).to(out.dtype)
         enter = self.prefix.ulysses.enter_queries
-        if kept.queries:
-            q = kept.queries.pop()
-            coming = enter(out, dout).then(lambda parts: [q, *parts])
+        if q:
+            coming = enter(out, dout).then(lambda parts: [*q, *parts])
         else:
             coming = enter(tile.query().query().detach(), out, dout)
         self.coming[index] = coming, lse
@@ -252,8 +270,8 @@ class WholeMixing(Mixing):
     Cost: a tile runs up to its attention twice in forward (the second time without it), and three times in backward.
     """
 
-    def __init__(self, run: LayerRun, attend: Attend, schedule: Schedule) -> None:
-        self.run, self.attend, self.schedule = run, attend, schedule
+    def __init__(self, run: LayerRun, attend: Attend, schedule: Schedule, stash: Stash) -> None:
+        self.run, self.attend, self.schedule, self.stash = run, attend, schedule, stash
         self.ring = Ring(attend.kernel, attend.mesh.ring)
         self.scale = 0.0
         self.counts: list[int] = []  # of the products that each tile keeps
@@ -288,7 +306,7 @@ class WholeMixing(Mixing):
     @as_then
     def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
         """Fill y from the kept attention output."""
-        out = kept[-2]
+        (out,) = self.stash.get(kept[-2:-1])
         for index, at in enumerate(self.run.tiles):
             y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out[:, at.start : at.stop])[0]
 
@@ -297,6 +315,7 @@ class WholeMixing(Mixing):
         """Inject with gradients, differentiate attention, capture with gradients."""
         ulysses, run = self.ulysses, self.run
         assert ulysses is not None
+        kept = self.stash.get(kept)
         with torch.no_grad():
             q, k, v = kept[-5:-2] if keep.has_kv else self._capture(x)
             out, lse = kept[-2:] if keep.has_out else self._attend(q, k, v)

@@ -26,7 +26,7 @@ class State:
     """What a layer's backward needs: its hidden states, and what its mixing kept, as `keep` says."""
 
     x: Tensor
-    kept: tuple[Tensor, ...]
+    kept: tuple[Tensor, ...]  # as the stash has them
     keep: Keep
 
 
@@ -89,7 +89,7 @@ class Segment:
             (x,) = stash.get(self.members[start].x)
             for p, tier in zip(range(start, position), self._tiers(start, position, x), strict=True):
                 x = self._advance(p, x, tier)
-            state = State(x, stash.get(member.kept), member.keep)
+            state = State(x, member.kept, member.keep)
         member.x, member.kept, member.taken = (), (), True
         return state
 
@@ -112,7 +112,7 @@ class Segment:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         with gathered(member.layer):
             if member.keep.has_out:
-                member.mixing.replay(x, stash.get(member.kept), y)
+                member.mixing.replay(x, member.kept, y)
                 return y
             keep = self._again(member)
             kept = member.mixing.forward(x, y, keep)

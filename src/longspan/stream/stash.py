@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,6 +41,11 @@ class _Place:
     region: Region
     dtype: torch.dtype
     shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -124,24 +129,18 @@ class Stash:
 
     def get(self, stood: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what these stand for, on the device."""
-        self.fetcher(stood)()
+        self._fetch(self._found(stood))
         return tuple(self._arrive(t) for t in stood)
 
     def fetcher(self, stood: Sequence[Tensor]) -> Callable[[], None]:
-        """Return a function that starts bringing back what these stand for, for `get` to find; it keeps none alive."""
-        places = {t.data_ptr(): place for t in stood if (place := self._place(t)) is not None}
-        return partial(self._fetch, places)
+        """Return a function that starts bringing back what these stand for, for `get` to find, if there is room for it;
+        it keeps none alive."""
+        return partial(self._fetch, self._found(stood), early=True)
 
     def settle(self) -> None:
         """Let go of what has left, once it has, and of what came in for nobody."""
         while self._leaving:
-            item = self._leaving.pop(0)
-            item.copying.join()
-            if item.versions != [t._version for t in item.tensors]:
-                raise ModelError(
-                    "Hidden states were changed in place after a layer had run on them, while they were being copied; "
-                    "let layers keep them on the GPU, or change a copy."
-                )
+            self._let_go()
         for address in [a for a, coming in self._coming.items() if not coming.region.alive]:
             coming = self._coming.pop(address)
             coming.copying.join()  # before its memory goes
@@ -155,6 +154,22 @@ class Stash:
         """Give back host memory and the file as soon as no tensor needs them; nothing more can leave the GPU."""
         self.settle()
         self._stores.clear()
+
+    def _let_go(self) -> None:
+        """Let go of what left first, once it has."""
+        item = self._leaving.pop(0)
+        item.copying.join()
+        if item.versions != [t._version for t in item.tensors]:
+            raise ModelError(
+                "Hidden states were changed in place after a layer had run on them, while they were being copied; "
+                "let layers keep them on the GPU, or change a copy."
+            )
+
+    @property
+    def _moving(self) -> int:
+        """Bytes on the device that are on their way."""
+        out = sum(t.nbytes for item in self._leaving for t in item.tensors)
+        return out + sum(coming.tensor.nbytes for coming in self._coming.values())
 
     def _stay(self, tensors: list[Tensor]) -> list[Tensor] | None:
         storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._storages}
@@ -171,23 +186,38 @@ class Stash:
         if store is None or taken is None:
             return None
         sources = [t.contiguous() for t in full]
-        copying = store.leave(sources, [region for _, region in taken])
-        self._leaving.append(_Leaving(sources, [t._version for t in sources], copying))
+        limit = self.budget.moving_bytes
+        lots = [slice(None)] if limit is None else [slice(i, i + 1) for i in range(len(full))]
+        for lot in lots:
+            copying = store.leave(sources[lot], [region for _, region in taken[lot]])
+            self._leaving.append(_Leaving(sources[lot], [t._version for t in sources[lot]], copying))
+        del full, sources
+        while limit is not None and self._leaving and self._moving > limit:
+            self._let_go()
         for stand_in, region in taken:
             self._places[stand_in.data_ptr()] = _Place(store, region, stand_in.dtype, stand_in.shape)
         rest = iter(stand_in for stand_in, _ in taken)
         return [next(rest) if t.numel() else t for t in tensors]
 
+    def _found(self, stood: Sequence[Tensor]) -> dict[int, _Place]:
+        return {t.data_ptr(): place for t in stood if (place := self._place(t)) is not None}
+
     def _place(self, t: Tensor) -> _Place | None:
         place = self._places.get(t.data_ptr())
         return place if place is not None and place.region.alive and t.device.type == "cpu" else None
 
-    def _fetch(self, places: dict[int, _Place]) -> None:
+    def _fetch(self, places: dict[int, _Place], early: bool = False) -> None:
         stores: dict[Store, list[tuple[int, _Place]]] = {}
         for address, place in places.items():
             known = self._coming.get(address)
             if place.region.alive and (known is None or known.region is not place.region):
                 stores.setdefault(place.store, []).append((address, place))
+        if not stores:
+            return
+        limit = self.budget.moving_bytes
+        size = sum(place.nbytes for wanted in stores.values() for _, place in wanted)
+        if early and limit is not None and self._moving + size > limit:
+            return
         for store, wanted in stores.items():
             targets = [torch.empty(place.shape, dtype=place.dtype, device=self.device) for _, place in wanted]
             copying = store.come(targets, [place.region for _, place in wanted])
@@ -211,6 +241,4 @@ class Stash:
         stores = {place.store.tier: place.store for place in self._places.values()} | self._stores
         for tier in (Tier.HOST, Tier.FILE):
             self._usage.record(tier, stores[tier].arena.used() if tier in stores else 0)
-        moving: Iterable[Tensor] = [t for item in self._leaving for t in item.tensors]
-        moving = [*moving, *(coming.tensor for coming in self._coming.values())]
-        self._usage.record(MOVING, sum(t.nbytes for t in moving))
+        self._usage.record(MOVING, self._moving)
