@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ from models import Rows, build, gradients
 from pool import RunRanks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import longspan
@@ -82,18 +82,18 @@ def alive_outputs(surrounded: bool) -> int:
     model = build("llama")
     handle = longspan.prepare(model, 1, memory=Memory(8, Keep.X_O))
     part = handle.shard(ROWS.batch())
-    outs: list[weakref.ref[Tensor]] = []
+    outs: list[StorageWeakRef] = []
     real = Prefix.forward
 
     def seen(self: Prefix, *args: Any) -> tuple[Tensor, Tensor]:
         out, lse = real(self, *args)
-        outs.append(weakref.ref(out))
+        outs.append(StorageWeakRef(out.untyped_storage()))
         return out, lse
 
     with patch.object(Prefix, "forward", seen):
         loss = checkpoint(lambda: model(**part).loss, use_reentrant=False) if surrounded else model(**part).loss
         gc.collect()
-        alive = sum(out() is not None for out in outs)
+        alive = sum(not out.expired() for out in outs)
         loss.backward()
         del loss
     assert len(outs) == 6 * (2 if surrounded else 1)
