@@ -116,7 +116,7 @@ def _state(model: nn.Module) -> list[Any]:
     adapters = [
         (m.training, str(vars(m).get("_active_adapter")), vars(m).get("_disable_adapters")) for m in model.modules()
     ]
-    scales = [dict(m.scaling) for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]
+    scales = [dict(m.scaling) for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]  # type: ignore[call-overload]
     return [adapters, scales, [p.requires_grad for p in model.parameters()]]
 
 

@@ -57,7 +57,7 @@ class _Sum(nn.Module):
         return F.linear(x, self.weight + self.more)
 
 
-def shared_gradient_case(memory: Memory) -> float:
+def shared_gradient_case(memory: Any) -> float:
     model = build("llama")
     for layer in model.model.layers:
         layer.mlp.down_proj, layer.self_attn.v_proj = _Sum(layer.mlp.down_proj), _Sum(layer.self_attn.v_proj)
@@ -105,7 +105,7 @@ def test_an_outer_checkpoint_frees_attention_outputs(run_ranks: RunRanks) -> Non
     assert run_ranks(1, alive_outputs, False) == [6]
 
 
-def quiet_hooks_case(memory: Memory) -> None:
+def quiet_hooks_case(memory: Any) -> None:
     """A parameter's hook sees its whole gradient, once, and what it returns counts once."""
     model = build("llama")
     plain = copy.deepcopy(model)
