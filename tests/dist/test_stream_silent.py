@@ -63,7 +63,7 @@ def shared_gradient_case(memory: Any) -> float:
         layer.mlp.down_proj, layer.self_attn.v_proj = _Sum(layer.mlp.down_proj), _Sum(layer.self_attn.v_proj)
     plain = copy.deepcopy(model)
     for each, way in ((model, memory), (plain, "auto")):
-        handle = longspan.prepare(each, 1, memory=way)
+        handle = longspan.prepare(each, 1, memory=way)  # type: ignore[arg-type]
         each(**handle.shard(ROWS.batch())).loss.backward()
     found, wanted = gradients(model), gradients(plain)
     assert all(torch.equal(found[n], found[n.replace("weight", "more")]) for n in found if "down_proj.weight" in n)
@@ -112,7 +112,7 @@ def quiet_hooks_case(memory: Any) -> None:
     for each, way in ((model, memory), (plain, "auto")):
         for p in each.parameters():
             p.register_hook(lambda g: g / 2)
-        handle = longspan.prepare(each, 1, memory=way)
+        handle = longspan.prepare(each, 1, memory=way)  # type: ignore[arg-type]
         each(**handle.shard(ROWS.batch())).loss.backward()
     found, wanted = gradients(model), gradients(plain)
     assert max(relative(found[name], wanted[name]) for name in wanted) <= 1e-7
