@@ -18,6 +18,7 @@ from longspan.check.float64 import float64_throughout
 from longspan.errors import TrainingError
 from longspan.plan.keep import Keep, Memory
 
+pytest.importorskip("peft")
 pytestmark = pytest.mark.dist
 
 ROWS = Rows([[9, 1, 13], [4, 8]], seed=1)
