@@ -97,7 +97,7 @@ def truth_of(model: Any, micro_batches: Sequence[Sequence[Rows]]) -> Truth:
             logits.append(out.router_logits if balances else ())
         if balances:
             joined = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
-            loss = load_balancing_loss_func(joined, plain.num_experts, plain.num_experts_per_tok)
+            loss: Any = load_balancing_loss_func(joined, plain.num_experts, plain.num_experts_per_tok)  # type: ignore[arg-type]
             total = total + COEFFICIENT * loss * (sum(rows.targets() for rows in batch) / targets)
             auxiliary = float(loss.detach())
     total.backward()

@@ -18,6 +18,7 @@ from longspan.check.float64 import float64_throughout
 from longspan.errors import TrainingError
 from longspan.plan.keep import Keep, Memory
 
+pytest.importorskip("peft")
 pytestmark = pytest.mark.dist
 
 ROWS = Rows([[9, 1, 13], [4, 8]], seed=1)
@@ -116,7 +117,7 @@ def _state(model: nn.Module) -> list[Any]:
     adapters = [
         (m.training, str(vars(m).get("_active_adapter")), vars(m).get("_disable_adapters")) for m in model.modules()
     ]
-    scales = [dict(m.scaling) for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]
+    scales = [dict(m.scaling) for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)]  # type: ignore[call-overload]
     return [adapters, scales, [p.requires_grad for p in model.parameters()]]
 
 

@@ -31,8 +31,13 @@ WAYS: dict[str, Any] = {
 def build(dtype: torch.dtype, layers: int = 2) -> Any:
     """Build a model whose weights bf16 holds exactly."""
     torch.manual_seed(3)
-    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.1}
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": layers}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "initializer_range": 0.1,
+    }
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads), attn_implementation="sdpa")
     return model.to(torch.bfloat16).to(dtype).train()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +15,7 @@ from models import Rows, build, gradients
 from pool import RunRanks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import longspan
@@ -57,13 +57,13 @@ class _Sum(nn.Module):
         return F.linear(x, self.weight + self.more)
 
 
-def shared_gradient_case(memory: Memory) -> float:
+def shared_gradient_case(memory: Any) -> float:
     model = build("llama")
     for layer in model.model.layers:
         layer.mlp.down_proj, layer.self_attn.v_proj = _Sum(layer.mlp.down_proj), _Sum(layer.self_attn.v_proj)
     plain = copy.deepcopy(model)
     for each, way in ((model, memory), (plain, "auto")):
-        handle = longspan.prepare(each, 1, memory=way)
+        handle = longspan.prepare(each, 1, memory=way)  # type: ignore[arg-type]
         each(**handle.shard(ROWS.batch())).loss.backward()
     found, wanted = gradients(model), gradients(plain)
     assert all(torch.equal(found[n], found[n.replace("weight", "more")]) for n in found if "down_proj.weight" in n)
@@ -82,18 +82,18 @@ def alive_outputs(surrounded: bool) -> int:
     model = build("llama")
     handle = longspan.prepare(model, 1, memory=Memory(8, Keep.X_O))
     part = handle.shard(ROWS.batch())
-    outs: list[weakref.ref[Tensor]] = []
+    outs: list[StorageWeakRef] = []
     real = Prefix.forward
 
     def seen(self: Prefix, *args: Any) -> tuple[Tensor, Tensor]:
         out, lse = real(self, *args)
-        outs.append(weakref.ref(out))
+        outs.append(StorageWeakRef(out.untyped_storage()))
         return out, lse
 
     with patch.object(Prefix, "forward", seen):
         loss = checkpoint(lambda: model(**part).loss, use_reentrant=False) if surrounded else model(**part).loss
         gc.collect()
-        alive = sum(out() is not None for out in outs)
+        alive = sum(not out.expired() for out in outs)
         loss.backward()
         del loss
     assert len(outs) == 6 * (2 if surrounded else 1)
@@ -105,14 +105,14 @@ def test_an_outer_checkpoint_frees_attention_outputs(run_ranks: RunRanks) -> Non
     assert run_ranks(1, alive_outputs, False) == [6]
 
 
-def quiet_hooks_case(memory: Memory) -> None:
+def quiet_hooks_case(memory: Any) -> None:
     """A parameter's hook sees its whole gradient, once, and what it returns counts once."""
     model = build("llama")
     plain = copy.deepcopy(model)
     for each, way in ((model, memory), (plain, "auto")):
         for p in each.parameters():
             p.register_hook(lambda g: g / 2)
-        handle = longspan.prepare(each, 1, memory=way)
+        handle = longspan.prepare(each, 1, memory=way)  # type: ignore[arg-type]
         each(**handle.shard(ROWS.batch())).loss.backward()
     found, wanted = gradients(model), gradients(plain)
     assert max(relative(found[name], wanted[name]) for name in wanted) <= 1e-7
