@@ -306,8 +306,8 @@ def outlived(family: str, keep: str) -> None:
     part = handle.shard(PACKED.batch())
     real, refs = handle.passage, []
 
-    def passage(shard: Any) -> Any:
-        made = real(shard)
+    def passage(*args: Any) -> Any:
+        made = real(*args)
         refs.append(weakref.ref(made))
         return made
 

@@ -15,7 +15,7 @@ from longspan.plan.plan import Plan
 from longspan.plan.setup import OPTIMIZERS, Optimizer, Setup
 from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Choice, fits, solve
-from longspan.plan.tiles import SMALLEST_COMPILED_TOKENS, largest_tile, tile_tokens
+from longspan.plan.tiles import SMALLEST_COMPILED_TOKENS, SMALLEST_OVERLAPPED_TOKENS, largest_tile, tile_tokens
 
 LENGTH_STEP = 1024
 """The longest length is a multiple of this."""
@@ -70,6 +70,8 @@ class Task:
         )
         seen = set()
         most = max(SMALLEST_COMPILED_TOKENS, largest_tile(self.shape) // self.rows)
+        if self.degrees.ulysses > 1:  # two tiles at least, of a size that is worth it: one travels while one computes
+            most = min(most, max(SMALLEST_OVERLAPPED_TOKENS // self.rows, base.shard_tokens // 2))
         while most >= SMALLEST_COMPILED_TOKENS:
             tile = tile_tokens(base.shard_tokens, most)
             if tile not in seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -89,26 +90,29 @@ def assign(sizes: Sequence[int], budget: Budget) -> list[Tier]:
     """Choose a tier for what each of consecutive layers keeps, given bytes per layer in the order of forward.
 
     Backward needs the last layers first and soon, so they get the fastest tier with room left, and only what does not
-    fit leaves for a slower one.
+    fit leaves for a slower one. A layer that fits into no tier as a whole is divided, from the fastest on.
 
     Args:
         budget: what may still be used.
 
     Raises:
-        ConfigError: some layer fits nowhere.
+        ConfigError: some layer does not fit.
     """
-    left = {Tier.GPU: budget.gpu_bytes, Tier.HOST: budget.host_bytes}
+    left: dict[Tier, float] = {Tier.GPU: math.inf if budget.gpu_bytes is None else budget.gpu_bytes}
+    left[Tier.HOST] = budget.host_bytes
     if budget.directory is not None:
-        left[Tier.FILE] = None
+        left[Tier.FILE] = math.inf
     chosen = []
     for size in reversed(sizes):
-        tier = next((tier for tier, room in left.items() if room is None or size <= room), None)
-        if tier is None:
+        if size > sum(left.values()):
             raise ConfigError(too_much(sum(sizes), budget))
-        room = left[tier]
-        if room is not None:
-            left[tier] = room - size
+        whole = next((tier for tier, room in left.items() if size <= room), None)
+        tier = next(tier for tier, room in left.items() if room > 0 or size == 0) if whole is None else whole
         chosen.append(tier)
+        rest: float = size
+        for each in [tier, *left]:
+            taken = min(rest, left[each])
+            left[each], rest = left[each] - taken, rest - taken
     return chosen[::-1]
 
 

@@ -23,8 +23,11 @@ Bytes = dict[str, float]
 LOGIT_TILE_ELEMENTS = 1 << 28
 """Elements of the logits of one tile of the loss; `tiling.py` makes 1 GiB of float32 of them."""
 
-RESERVE_BYTES, RESERVE_SHARE = 3 * GIB, 0.02
+RESERVE_BYTES, RESERVE_SHARE = 4 * GIB, 0.02
 """Of a device: the context of the driver, buffers of collectives, workspaces, and what an allocator cannot use."""
+
+MOVING_BYTES = 4 << 30
+"""Of kept tensors that are on their way to the host or back: a layer's, in and out, up to a quarter million tokens."""
 
 WAITING_BYTES = 1 << 30
 """Of gradients that wait for their step, where it is taken inside backward."""
@@ -199,6 +202,8 @@ class Ledger:
         causes["tile"] = self._tile(layer, backward=False)
         if setup.ring > 1:
             causes["ring"] = self._ring(layer, backward=False)
+        if self.staged:  # it leaves when the layer is done
+            causes["attention output"] = float(kept_bytes(Keep.OUT, setup, layer))
         return causes | self._staging
 
     def _loss(self) -> Bytes:
@@ -234,6 +239,9 @@ class Ledger:
             causes["ring"] = self._ring(layer, backward=True)
         else:
             causes["keys and values"] = self._prefix(layer)
+        if self.staged:  # while a layer is rebuilt, its attention output stands where gradients of keys will
+            rebuilt = _key_value_numbers(setup, layer) * setup.itemsize + kept_bytes(Keep.OUT, setup, layer)
+            causes["keys and values"] = max(causes.get("keys and values", 0.0), float(rebuilt))
         return causes | self._staging
 
     def _prefix(self, layer: LayerShape) -> float:
@@ -276,12 +284,12 @@ class Ledger:
 
     @cached_property
     def _staging(self) -> Bytes:
-        """Room for what has come from the host: a layer's attention output, and all that the next one needs."""
+        """Room for what is on its way to the host and back."""
         if not self.staged:
             return {}
-        layers = self.setup.shape.layers
-        sizes = [kept_bytes(Keep.OUT, self.setup, la) + kept_bytes(Keep.X_O, self.setup, la) for la in layers]
-        return {"travelling to and from host": float(max(sizes))}
+        tiles = self.setup.shard_tokens / self.setup.tile
+        outs = max(kept_bytes(Keep.OUT, self.setup, layer) for layer in self.setup.shape.layers)
+        return {"travelling to and from host": MOVING_BYTES + 2 * outs / max(1.0, tiles)}
 
     def _end(self) -> Bytes:
         """The reduction of what lies outside the layers, all other gradients being there."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from longspan.plan.keep import Budget, Keep, Memory
-from longspan.plan.memory import Ledger, Moment, kept_bytes
+from longspan.plan.memory import MOVING_BYTES, Ledger, Moment, kept_bytes
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
 
@@ -128,9 +128,9 @@ def _room(ledger: Ledger) -> Room | None:
         return Room(after_forward, free, Budget())
     gpu, host = int(min(after_forward, *free)), int(ledger.host_capacity)
     setup = ledger.setup
-    whole = max(kept_bytes(Keep.X_O, setup, layer) for layer in setup.shape.layers)  # a layer's tier is one for all
+    whole = max(kept_bytes(Keep.X, setup, layer) for layer in setup.shape.layers)  # hidden states go to one tier
     both = float(gpu + host - whole)
-    return Room(both, (both,) * len(free), Budget(gpu, host))
+    return Room(both, (both,) * len(free), Budget(gpu, host, moving_bytes=MOVING_BYTES))
 
 
 def _least(costs: Costs, room: Room, rebuilds: bool) -> list[Run] | None:

@@ -10,12 +10,15 @@ STEP_TOKENS = 256
 SMALLEST_COMPILED_TOKENS = 1024
 """Shorter tiles run as they are: compiling them gains little, and lengths that small come in all sizes."""
 
+SMALLEST_OVERLAPPED_TOKENS = 8192
+"""Shards are divided for the sake of overlap into tiles of at least so many tokens."""
+
 _WIDE = 16_384
 
 
 def largest_tile(shape: ModelShape) -> int:
     """Return the most tokens that a tile of a model should hold: enough to keep a device busy, and no more."""
-    return 16_384 if max(layer.intermediate for layer in shape.layers) <= _WIDE else 8192
+    return 32_768 if max(layer.intermediate for layer in shape.layers) <= _WIDE else 16_384
 
 
 def tile_tokens(shard_tokens: int, most: int) -> int:

@@ -118,13 +118,23 @@ class Stash:
             TrainingError: the disk is full, or a write failed.
         """
         self.settle()
-        detached = [t.detach() for t in tensors]
         order = list(Tier)[list(Tier).index(tier) :] + list(Tier)[: list(Tier).index(tier)][::-1]
+        stood = [stands for lot in self._lots(tensors) for stands in self._somewhere(lot, order)]
+        self._measure()
+        return tuple(stood)
+
+    def _lots(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Divide what a layer keeps into what must go to one tier: tensors that share memory."""
+        lots: dict[int, list[Tensor]] = {}
+        for t in tensors:
+            lots.setdefault(t.untyped_storage()._cdata, []).append(t.detach())
+        return list(lots.values())
+
+    def _somewhere(self, tensors: list[Tensor], order: Sequence[Tier]) -> list[Tensor]:
         for choice in order:
-            stood = self._stay(detached) if choice is Tier.GPU else self._leave(detached, choice)
+            stood = self._stay(tensors) if choice is Tier.GPU else self._leave(tensors, choice)
             if stood is not None:
-                self._measure()
-                return tuple(stood)
+                return stood
         raise ConfigError(too_much(sum(t.nbytes for t in tensors), self.left()))
 
     def get(self, stood: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from longspan.plan.decide import Task, plan_of
 from longspan.plan.degrees import Degrees
 from longspan.plan.keep import Budget, Keep, Memory
 from longspan.plan.machine import MACHINES, Cluster, Machine
-from longspan.plan.memory import Ledger
+from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.plan import Plan, describe
 from longspan.plan.runs import Costs
 from longspan.plan.setup import Optimizer, Setup
@@ -149,7 +149,9 @@ class Automatic:
         """Return a choice's budget with room on the host that no length changes, so that it is reserved once."""
         host = max(0, int(Ledger(choice.setup).host_capacity))
         gpu = choice.budget.gpu_bytes
-        return Budget(self.place.device_bytes if gpu is None else gpu, host) if host else choice.budget
+        if not host:
+            return choice.budget
+        return Budget(self.place.device_bytes if gpu is None else gpu, host, moving_bytes=MOVING_BYTES)
 
     def _tell(self, plan: Plan) -> None:
         """Print a decision on the first rank, once for each way in which layers run."""
