@@ -216,6 +216,7 @@ def streamed(degrees: tuple[int, int], rows: Rows, memory: Memory, folder: str) 
 
 MEMORIES = {
     "x+O+KV, ahead": Memory(5, Keep.X_O_KV, "eager"),
+    "products": Memory(5, Keep.PRODUCTS, "eager"),
     "x": Memory(3, Keep.X),
     "graph, x+O": Memory(5, (Keep.GRAPH, Keep.X_O)),
 }
