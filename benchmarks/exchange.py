@@ -89,19 +89,21 @@ def unequal(axis: Axis) -> list[str]:
         whole = [normal(1, layout.length, n, DIM, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads))]
         at = torch.tensor(layout.indices(axis.rank), device="cuda")
         held = [t[:, at].transpose(1, 2).contiguous().transpose(1, 2) for t in whole]
-        joined = to_heads(held, ranges, axis, layout.tiles()).wait()
-        back = to_tokens(joined, ranges, axis, layout.tiles()).wait()
-        for i, h in enumerate(ranges):
-            mine = list(h[axis.rank])
-            if not torch.equal(joined[i], whole[i][:, :, mine]):
-                found.append(f"{heads}:{kv_heads} to heads, tensor {i}")
-            if not torch.equal(back[i], held[i][:, :, [head for ranks in h for head in ranks]]):
-                found.append(f"{heads}:{kv_heads} to tokens, tensor {i}")
+        for borrow in (False, True):
+            joined = to_heads(held, ranges, axis, layout.tiles(), borrow).wait()
+            back = to_tokens(joined, ranges, axis, layout.tiles(), borrow).wait()
+            name = f"{heads}:{kv_heads}{', borrowed' * borrow}"
+            for i, h in enumerate(ranges):
+                mine = list(h[axis.rank])
+                if not torch.equal(joined[i], whole[i][:, :, mine]):
+                    found.append(f"{name} to heads, tensor {i}")
+                if not torch.equal(back[i], held[i][:, :, [head for ranks in h for head in ranks]]):
+                    found.append(f"{name} to tokens, tensor {i}")
     return found
 
 
 def exchanges(axis: Axis, times: int) -> dict[str, Any]:
-    """Time exchanges of 512 MiB per rank, to heads and back."""
+    """Time exchanges of 512 MiB per rank, to heads and back; results are the caller's, or borrowed."""
     split = HeadSplit(HEADS, KV_HEADS, axis.size)
     found = {}
     for name, counts, ranges in (
@@ -112,8 +114,9 @@ def exchanges(axis: Axis, times: int) -> dict[str, Any]:
         held = [normal(1, tokens, n, DIM) for n in counts]
         joined = to_heads(held, ranges, axis).wait()
         works = {
-            "to heads": partial(to_heads, held, ranges, axis),
-            "to tokens": partial(to_tokens, joined, ranges, axis),
+            f"{direction}{', borrowed' * borrow}": partial(exchange, tensors, ranges, axis, borrow=borrow)
+            for direction, exchange, tensors in (("to heads", to_heads, held), ("to tokens", to_tokens, joined))
+            for borrow in ((False, True) if axis.copier else (False,))
         }
         for direction, work in works.items():
             spread = rounds(lambda work=work: work().wait(), times, 10)
@@ -183,8 +186,10 @@ def main() -> None:
         result["exchange"] = {way: exchanges(mesh.ulysses, options.times) for way, mesh in meshes.items()}
         result["attention"] = shares(meshes, kernel, options.tokens, options.attention_times)
         best = list(meshes)[-1]
+        figures = result["exchange"][best]
         result["figures"] = {
-            "P7": result["exchange"][best]["q to heads"]["median_ms"],
+            "P7": figures.get("q to heads, borrowed", figures["q to heads"])["median_ms"],
+            "P7_ordinary": figures["q to heads"]["median_ms"],
             "P6": result["attention"]["dense"][f"{best}_share"],
             "P6_packed": result["attention"]["packed"][f"{best}_share"],
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def _rank(rank: int, port: int, check: Callable[[Mesh, Mesh], None]) -> None:
         "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, device_id=device
     )
     plain = build_mesh(data_parallel_ranks(WORLD, None), Degrees(WORLD, 1, ""), "cuda")
-    equipped, why = with_copy_engine(plain, device, slot_bytes=4 * 2**20)
+    equipped, why = with_copy_engine(plain, device, slot_bytes=4 * 2**20, lent_bytes=64 * 2**20)
     assert equipped.ulysses.copier is not None, why
     check(plain, equipped)
     torch.cuda.synchronize()
@@ -59,17 +60,14 @@ def tensors(tokens: int, heads: int, kv_heads: int, seed: int) -> list[Tensor]:
     return [torch.randn(s, generator=made, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for s in shapes]
 
 
-def same(found: list[Tensor], true: list[Tensor]) -> bool:
-    return not any(differs(a, b).item() for a, b in zip(found, true, strict=True))
-
-
 def differs(a: Tensor, b: Tensor) -> Tensor:
     return (a.contiguous().view(torch.int16) != b.contiguous().view(torch.int16)).any()
 
 
 def exchanges_under_compute(plain: Mesh, equipped: Mesh) -> None:
     """Keep several exchanges under way while matrix products run, ranks drift apart and memory is reused at once."""
-    for seed, (heads, kv_heads, tokens, tile) in enumerate(((8, 2, 4000, None), (7, 7, 3001, 700), (9, 3, 5000, 4096))):
+    rows = ((8, 2, 4000, None), (7, 7, 3001, 700), (9, 3, 5000, 4096))
+    for seed, ((heads, kv_heads, tokens, tile), borrow) in enumerate(product(rows, (False, True))):
         split, layout = HeadSplit(heads, kv_heads, WORLD), Layout(tokens * WORLD, 1, WORLD, tile)
         ranges, parts = [split.query, split.key, split.key], layout.tiles()
         square = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -80,22 +78,29 @@ def exchanges_under_compute(plain: Mesh, equipped: Mesh) -> None:
             wanted.append((there, to_tokens(there, ranges, plain.ulysses, parts).wait()))
         flying: list[Any] = []
         wrong = torch.zeros((), device="cuda", dtype=torch.int32)
+
+        def read(borrow: bool, wrong: Tensor = wrong, wanted: list[Any] = wanted, flying: list[Any] = flying) -> None:
+            n, kind, pending, sent = flying.pop(0)
+            found = pending.wait()
+            for a, b in zip(found, wanted[n][kind], strict=True):
+                wrong += differs(a, b)
+            for t in [*(found if borrow else []), *sent]:
+                t.fill_(torch.nan)
+
         for number in range(8):
             for _ in range(30 if (number + dist.get_rank()) % 2 else 1):
                 square = (square @ square).clamp(-1, 1)
             sent = tensors(layout.shard_tokens, heads, kv_heads, seed * 100 + number)
-            flying.append((number, 0, to_heads(sent, ranges, equipped.ulysses, parts)))
-            flying.append((number, 1, to_tokens(wanted[number][0], ranges, equipped.ulysses, parts)))
-            for t in sent:
-                t.fill_(torch.nan)
+            flying.append((number, 0, to_heads(sent, ranges, equipped.ulysses, parts, borrow), sent))
             del sent
-            while len(flying) > 3:
-                n, kind, pending = flying.pop(0)
-                for a, b in zip(pending.wait(), wanted[n][kind], strict=True):
-                    wrong += differs(a, b)
-        for n, kind, pending in flying:
-            assert same(pending.wait(), wanted[n][kind]), (n, kind)
-        assert not wrong.item()
+            while len(flying) > 2:
+                read(borrow)
+            flying.append((number, 1, to_tokens(wanted[number][0], ranges, equipped.ulysses, parts, borrow), []))
+            while len(flying) > 2:
+                read(borrow)
+        while flying:
+            read(borrow)
+        assert not wrong.item(), (seed, borrow)
 
 
 def attention_is_the_same(plain: Mesh, equipped: Mesh) -> None:

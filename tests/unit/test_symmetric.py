@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from longspan.comm import exchange, symmetric
 from longspan.comm.exchange import copy
+from longspan.comm.link import SharedMemoryError
 from longspan.comm.symmetric import Runtime, problem_of
 from longspan.mesh import Axis
 
@@ -196,42 +197,53 @@ class Handle:
         self.log.append(f"barrier {channel}")
 
 
-def test_each_queue_is_a_stream_and_only_fetches_take_the_copy_engines() -> None:
+def test_each_queue_is_a_stream_and_all_copies_take_the_copy_engines() -> None:
     log: list[str] = []
     library = Library()
     used = runtime(library)
-    streams = [Stream(log, name) for name in ("meeting", "fetching", "own")]
+    streams = [Stream(log, name) for name in ("pushing", "copying", "own")]
     axis = Axis(2, 0, (0, 1), group=cast(Any, "group"))
-    handle = Handle(log)
+    handles = [Handle(log), Handle(log), Handle(log)]
+    coming = iter(handles)
+    device = torch.device("cuda", 0)
+    made = iter(streams)
     with (
         patch.object(symmetric, "Runtime", lambda: used),
-        patch("torch.distributed._symmetric_memory.rendezvous", lambda memory, group: handle),
+        patch.object(symmetric, "agreed", lambda why, axis: why),
+        patch.object(symmetric, "allocate_symmetric", lambda size, device: torch.zeros(size)),
+        patch.object(torch, "empty", lambda *shape, dtype, device: torch.zeros(shape, dtype=dtype)),
+        patch.object(torch.cuda, "empty_cache", lambda: log.append("cache emptied")),
+        patch("torch.distributed._symmetric_memory.rendezvous", lambda memory, group: next(coming)),
+        patch.object(torch.cuda, "Stream", lambda device, priority: next(made)),
         patch.object(torch.cuda, "current_stream", lambda device: streams[2]),
         patch.object(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"on {stream.name}"))),
     ):
-        made = iter(streams)
-        with patch.object(torch.cuda, "Stream", lambda device, priority: next(made)):
-            link = symmetric.SymmetricLink(torch.zeros(3 * 1024, dtype=torch.uint8), 3, axis)
-        assert len(library.calls) == 2, "every rank's memory was tried"
-        handle.rank = 1
-        with pytest.raises(RuntimeError, match="another order"):
-            symmetric.SymmetricLink(torch.zeros(3 * 1024, dtype=torch.uint8), 3, axis)
+        link = symmetric.SymmetricLink(axis, device)
+        slots, more = (link.allocate(3, 1024) for _ in range(2))
+        assert log == ["cache emptied", "copying ends"] * 2
+        assert len(library.calls) == 4, "every rank's memory was tried"
+        assert link.meeting is handles[0], "meetings stay where they are"
+        handles[2].rank = 1
+        with pytest.raises(SharedMemoryError, match="another order"):
+            link.allocate(3, 1024)
         log.clear()
         library.calls.clear()
         to, start = torch.zeros(1, 4, 2, 8), torch.ones(1, 4, 2, 8)
-        staged = link.stage(["a"], [(to, start)])
-        met = link.meet([staged, "b"])
-        fetched = link.fetch([met], [(start, to)])
-        link.wait(fetched)
-    assert torch.equal(to, start), "staging is done by torch"
-    assert library.calls == [(start.data_ptr(), 256, to.data_ptr(), 256, 256, 1, 4, 7)]
-    assert (link.slot_bytes, link.slot(1, 2).data_ptr()) == (1024, handle.memory[1, 2].data_ptr())
+        ready = link.ready()
+        link.push([ready], [(to, start)])
+        met = link.meet(["a"])
+        copied = link.copy([met, "b"], [(start, to)])
+        link.wait(copied)
+    pair = (to.data_ptr(), start.data_ptr())
+    assert library.calls == [(a, 256, b, 256, 256, 1, 4, 7) for a, b in (pair, pair[::-1])]
+    assert (slots.bytes, slots.buffers[1][2].data_ptr()) == (1024, handles[0].memory[1, 2].data_ptr())
+    assert more.buffers[0][1].data_ptr() == handles[1].memory[0, 1].data_ptr()
     assert log == [
-        "own waits for a",
-        "meeting waits for own 1",
-        "meeting waits for b",
-        "on meeting",
+        "pushing waits for own 1",
+        "pushing waits for a",
+        "on pushing",
         "barrier 0",
-        "fetching waits for meeting 1",
-        "own waits for fetching 1",
+        "copying waits for pushing 1",
+        "copying waits for b",
+        "own waits for copying 1",
     ]

@@ -34,18 +34,22 @@ class Ulysses:
     axis: Axis
     parts: tuple[Piece, ...] = ()
 
-    def enter(self, q: Tensor, k: Tensor, v: Tensor) -> Pending[list[Tensor]]:
-        """Exchange q [B, s, H, D], k [B, s, K, D], v [B, s, K, Dv] for [B, s*u, heads of this rank, ...]."""
+    def enter(self, q: Tensor, k: Tensor, v: Tensor, borrow: bool = False) -> Pending[list[Tensor]]:
+        """Exchange q [B, s, H, D], k [B, s, K, D], v [B, s, K, Dv] for [B, s*u, heads of this rank, ...].
+
+        Args:
+            borrow: as for `longspan.comm.exchange.to_heads`.
+        """
         query, key = self.split.query, self.split.key
-        return self._to_heads([q, k, v], [query, key, key])
+        return self._to_heads([q, k, v], [query, key, key], borrow)
 
-    def enter_keys(self, k: Tensor, v: Tensor) -> Pending[list[Tensor]]:
+    def enter_keys(self, k: Tensor, v: Tensor, borrow: bool = False) -> Pending[list[Tensor]]:
         """Exchange k and v alone, as `enter` does."""
-        return self._to_heads([k, v], [self.split.key] * 2)
+        return self._to_heads([k, v], [self.split.key] * 2, borrow)
 
-    def enter_queries(self, *tensors: Tensor) -> Pending[list[Tensor]]:
+    def enter_queries(self, *tensors: Tensor, borrow: bool = False) -> Pending[list[Tensor]]:
         """Exchange tensors [B, s, H, ...] in one all-to-all as `enter` does q: q, out and dout of a backward."""
-        return self._to_heads(tensors, [self.split.query] * len(tensors))
+        return self._to_heads(tensors, [self.split.query] * len(tensors), borrow)
 
     def leave(self, out: Tensor) -> Pending[Tensor]:
         """Exchange out [B, s*u, heads of this rank, Dv] for [B, s, H, Dv]."""
@@ -57,8 +61,8 @@ class Ulysses:
         back = self._to_tokens([dq, dk, dv], [query, key, key])
         return back.then(lambda parts: (parts[0], self._join(parts[1]), self._join(parts[2])))
 
-    def _to_heads(self, tensors: Sequence[Tensor], heads: Heads) -> Pending[list[Tensor]]:
-        return to_heads(tensors, heads, self.axis, self.parts)
+    def _to_heads(self, tensors: Sequence[Tensor], heads: Heads, borrow: bool) -> Pending[list[Tensor]]:
+        return to_heads(tensors, heads, self.axis, self.parts, borrow)
 
     def _to_tokens(self, tensors: Sequence[Tensor], heads: Heads) -> Pending[list[Tensor]]:
         return to_tokens(tensors, heads, self.axis, self.parts)

@@ -18,12 +18,17 @@ Heads = Sequence[Sequence[range]]
 _UNITS = (torch.complex128, torch.int64, torch.int32)
 
 
-def to_heads(tensors: Sequence[Tensor], heads: Heads, axis: Axis, parts: Sequence[Piece] = ()) -> Pending[list[Tensor]]:
+def to_heads(
+    tensors: Sequence[Tensor], heads: Heads, axis: Axis, parts: Sequence[Piece] = (), borrow: bool = False
+) -> Pending[list[Tensor]]:
     """Start exchanging a part of the tokens with all heads for all tokens with a part of the heads.
 
     Args:
-        tensors: [B, s, H_i, D_i] each, of one dtype, for example q, k and v.
+        tensors: [B, s, H_i, D_i] each, of one dtype, for example q, k and v; they must stay as they are until the
+            exchange has been waited for, and may be let go at once.
         parts: ranges of the s tokens that are interleaved with those of the other ranks; empty for one of them all.
+        borrow: the results will be read only by what is queued before the third such exchange after this one starts,
+            and not written to, so that copy engines need not copy them out of shared memory.
 
     Returns:
         [B, s * size, h_i, D_i] each: for each part, its tokens in rank order; last dim contiguous.
@@ -34,7 +39,7 @@ def to_heads(tensors: Sequence[Tensor], heads: Heads, axis: Axis, parts: Sequenc
     if axis.size == 1:
         return Pending([], lambda: list(tensors))
     if axis.copier is not None:
-        return axis.copier.to_heads(tensors, heads, parts)
+        return axis.copier.to_heads(tensors, heads, parts, borrow)
     batch, tokens = tensors[0].shape[:2]
     dims = [t.shape[-1] for t in tensors]
     widths = [sum(len(h[j]) * d for h, d in zip(heads, dims, strict=True)) for j in range(axis.size)]
@@ -60,13 +65,13 @@ def to_heads(tensors: Sequence[Tensor], heads: Heads, axis: Axis, parts: Sequenc
 
 
 def to_tokens(
-    tensors: Sequence[Tensor], heads: Heads, axis: Axis, parts: Sequence[Piece] = ()
+    tensors: Sequence[Tensor], heads: Heads, axis: Axis, parts: Sequence[Piece] = (), borrow: bool = False
 ) -> Pending[list[Tensor]]:
     """Start undoing `to_heads`: a part of the tokens with the heads of every rank for all tokens with some heads.
 
     Args:
         tensors: [B, s * size, h_i, D_i] each, of one dtype.
-        parts: as for `to_heads`.
+        parts, borrow: as for `to_heads`.
 
     Returns:
         [B, s, sum of h_i over ranks, D_i] each, heads in rank order; a head that several ranks worked on appears once
@@ -77,7 +82,7 @@ def to_tokens(
     if axis.size == 1:
         return Pending([], lambda: list(tensors))
     if axis.copier is not None:
-        return axis.copier.to_tokens(tensors, heads, parts)
+        return axis.copier.to_tokens(tensors, heads, parts, borrow)
     batch, tokens = tensors[0].shape[0], tensors[0].shape[1] // axis.size
     dims = [t.shape[-1] for t in tensors]
     widths = [sum(len(h[j]) * d for h, d in zip(heads, dims, strict=True)) for j in range(axis.size)]

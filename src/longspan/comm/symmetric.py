@@ -16,74 +16,80 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.copy_engine import Copy, CopyEngine, Link
-from longspan.comm.exchange import copy, to_heads, to_tokens
+from longspan.comm.copy_engine import SLOTS, CopyEngine
+from longspan.comm.exchange import to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
+from longspan.comm.link import Copy, SharedMemoryError, Slots
 from longspan.layout import Piece
 from longspan.mesh import Axis, Mesh
 
-SLOTS, SLOT_BYTES = 4, 64 * 2**20
-"""A quarter of a GiB per GPU; tiles of 16,384 tokens of an 8B model are staged without waiting for others."""
+SLOT_BYTES = 64 * 2**20
+"""Of each slot through which chunks pass, a quarter of a GiB per GPU."""
+
+LENT_BYTES = 2**30
+"""The most of each slot for borrowed results, which are made as they are asked for."""
 
 _CHANNEL = 0
 _TIMEOUT_MS = 30 * 60 * 1000
 """What a rank waits for the others before its process ends, as a collective's time-out would end it."""
 
 
-def with_copy_engine(mesh: Mesh, device: torch.device, slot_bytes: int = SLOT_BYTES) -> tuple[Mesh, str | None]:
+def with_copy_engine(
+    mesh: Mesh, device: torch.device, slot_bytes: int = SLOT_BYTES, lent_bytes: int = LENT_BYTES
+) -> tuple[Mesh, str | None]:
     """Make the Ulysses axis of a mesh exchange by copy engines if that works, else leave it to collectives.
 
     All ranks of an axis come to the same decision.
 
+    Args:
+        slot_bytes, lent_bytes: as for `CopyEngine`.
+
     Returns:
         The mesh, and what was decided and why; None where there is nothing to decide.
 
-    Cost: collective over the axis; SLOTS * slot_bytes of GPU memory, and some small exchanges as a proof.
+    Cost: collective over the axis; the slots in GPU memory, and some small exchanges as a proof.
     """
     axis = mesh.ulysses
     if axis.size == 1 or device.type != "cuda":
         return mesh, None
     with torch.cuda.device(device):
-        copier, why = _build(axis, torch.device("cuda", torch.cuda.current_device()), slot_bytes)
+        copier, why = _build(axis, torch.device("cuda", torch.cuda.current_device()), slot_bytes, lent_bytes)
     if copier is None:
         return mesh, f"heads exchanged by NCCL: {why}"
     equipped = replace(mesh, ulysses=replace(axis, copier=copier))
     return equipped, "heads exchanged by copy engines, seen to equal NCCL"
 
 
-def _build(axis: Axis, device: torch.device, slot_bytes: int) -> tuple[CopyEngine | None, str | None]:
+def _build(axis: Axis, device: torch.device, slot_bytes: int, lent_bytes: int) -> tuple[CopyEngine | None, str | None]:
     """Return a copy engine that works on all ranks, or why there is none."""
     place = _Place(device)
     places: list[Any] = [None] * axis.size
     dist.all_gather_object(places, place.told(), group=axis.group)
     if why := agreed(place.problem(places), axis):
         return None, why
-    memory: Tensor | None = None
     link: SymmetricLink | None = None
-
-    def allocate() -> None:
-        nonlocal memory
-        memory = allocate_symmetric(SLOTS * slot_bytes, device)
 
     def connect() -> None:
         nonlocal link
-        assert memory is not None
-        link = SymmetricLink(memory, SLOTS, axis)
+        link = SymmetricLink(axis, device)
 
-    for step in (allocate, connect):
-        if why := agreed(problem_of(step), axis):
-            return None, why
+    if why := agreed(problem_of(connect), axis):
+        return None, why
     assert link is not None
-    return proven(link, axis, device)
+    try:
+        copier = CopyEngine(link, slot_bytes, lent_bytes)
+    except SharedMemoryError as error:
+        return None, str(error)
+    return proven(copier, axis, device)
 
 
-def proven(link: Link, axis: Axis, device: torch.device) -> tuple[CopyEngine | None, str | None]:
+def proven(copier: CopyEngine, axis: Axis, device: torch.device) -> tuple[CopyEngine | None, str | None]:
     """Return a copy engine if it gives what collectives give on every rank, or where it does not.
 
-    The sizes are odd and the heads uneven; all exchanges are under way at once, and take every slot more than once.
+    The sizes are odd and the heads uneven; results are copied and borrowed, exchanges are under way together, and take
+    every slot more than once.
     """
-    copier = CopyEngine(link)
-    why = agreed(problem_of(lambda: _compare(copier, axis, link.slots, device)), axis)
+    why = agreed(problem_of(lambda: _compare(copier, axis, device)), axis)
     return (copier, None) if why is None else (None, why)
 
 
@@ -142,71 +148,84 @@ def allocate_symmetric(size: int, device: torch.device) -> Tensor:
 
 
 class SymmetricLink:
-    """A link over symmetric memory: meetings are its barriers, fetches 2-D copies of the CUDA runtime.
+    """A link over symmetric memory: meetings are its barriers, copies 2-D copies of the CUDA runtime.
 
-    Both have a stream of their own, of high priority: a meeting takes one warp for a moment, a fetch no multiprocessor.
-
-    Args:
-        memory: of `allocate_symmetric`, of the same size on every rank.
-
-    Cost: collective over the axis.
+    Pushes and meetings have a stream, copies within the rank another one, of high priority: a meeting takes one warp
+    for a moment, a copy no multiprocessor.
     """
 
-    def __init__(self, memory: Tensor, slots: int, axis: Axis) -> None:
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.size, self.rank, self.device = axis, axis.size, axis.rank, device
+        self.runtime = Runtime()
+        self.meeting: Any = None  # the handle whose barriers are the meetings
+        self.pushing, self.copying = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+
+    def allocate(self, count: int, slot_bytes: int) -> Slots:
+        """See `Link.allocate`; what PyTorch keeps for later is given back first."""
+        memory: Tensor | None = None
+        slots: Slots | None = None
+
+        def allocate() -> None:
+            nonlocal memory
+            torch.cuda.empty_cache()
+            memory = allocate_symmetric(count * slot_bytes, self.device)
+
+        def connect() -> None:
+            nonlocal slots
+            assert memory is not None
+            slots = self._connect(memory, count, slot_bytes)
+
+        for step in (allocate, connect):  # who cannot do one must not leave the others alone in the next
+            if why := agreed(problem_of(step), self.axis):
+                raise SharedMemoryError(why)
+        assert slots is not None
+        return slots
+
+    def _connect(self, memory: Tensor, count: int, slot_bytes: int) -> Slots:
+        """Map the memory of all ranks, and read some of it, so that what cannot work fails before anybody waits."""
         from torch.distributed import _symmetric_memory
 
-        assert axis.group is not None
-        self.memory, self.slots, self.slot_bytes = memory, slots, memory.numel() // slots
-        self.runtime = Runtime()
-        self.handle: Any = _symmetric_memory.rendezvous(memory, axis.group)
-        self.size, self.rank = axis.size, axis.rank
-        if (self.handle.world_size, self.handle.rank) != (axis.size, axis.rank):
+        assert self.axis.group is not None
+        handle: Any = _symmetric_memory.rendezvous(memory, self.axis.group)
+        if (handle.world_size, handle.rank) != (self.size, self.rank):
             raise RuntimeError("the ranks of the process group are in another order than those of the mesh")
-        self.buffers = [
-            self.handle.get_buffer(rank, (slots, self.slot_bytes), torch.uint8).unbind() for rank in range(axis.size)
-        ]
-        self.meeting, self.fetching = (torch.cuda.Stream(memory.device, priority=-1) for _ in range(2))
-        self._try_out()
+        buffers = [handle.get_buffer(rank, (count, slot_bytes), torch.uint8).unbind() for rank in range(self.size)]
+        seen = torch.empty(1, 2, 1, 16, dtype=torch.uint8, device=self.device)
+        for slots in buffers:
+            self.runtime.copy(seen, slots[0][:64].view(1, 2, 1, 32)[..., :16], self.copying.cuda_stream)
+        self.copying.synchronize()
+        self.meeting = self.meeting or handle
+        return Slots(buffers, (memory, handle))
 
-    def _try_out(self) -> None:
-        """Copy from every rank without meeting it, so that what cannot work fails before anybody waits."""
-        seen = torch.empty(1, 2, 1, 16, dtype=torch.uint8, device=self.memory.device)
-        for slots in self.buffers:
-            self.runtime.copy(seen, slots[0][:64].view(1, 2, 1, 32)[..., :16], self.fetching.cuda_stream)
-        self.fetching.synchronize()
+    def ready(self) -> Any:
+        """See `Link.ready`: the caller's queue is the current stream."""
+        return torch.cuda.current_stream(self.device).record_event()
 
-    def slot(self, rank: int, number: int) -> Tensor:
-        """See `Link.slot`."""
-        return self.buffers[rank][number]
-
-    def stage(self, after: Sequence[Any], copies: Sequence[Copy]) -> Any:
-        """Copy on the current stream, by kernels: they take any strides at full bandwidth."""
-        stream = torch.cuda.current_stream(self.memory.device)
-        for mark in after:
-            stream.wait_event(mark)
-        for destination, source in copies:
-            copy(destination, source)
-        return stream.record_event()
+    def push(self, after: Sequence[Any], copies: Sequence[Copy]) -> None:
+        """See `Link.push`."""
+        self._queue(self.pushing, after, copies)
 
     def meet(self, after: Sequence[Any]) -> Any:
         """See `Link.meet`."""
-        for mark in after:
-            self.meeting.wait_event(mark)
-        with torch.cuda.stream(self.meeting):
-            self.handle.barrier(_CHANNEL, _TIMEOUT_MS)
-        return self.meeting.record_event()
+        self._queue(self.pushing, after, ())
+        with torch.cuda.stream(self.pushing):
+            self.meeting.barrier(_CHANNEL, _TIMEOUT_MS)
+        return self.pushing.record_event()
 
-    def fetch(self, after: Sequence[Any], copies: Sequence[Copy]) -> Any:
-        """See `Link.fetch`."""
+    def copy(self, after: Sequence[Any], copies: Sequence[Copy]) -> Any:
+        """See `Link.copy`."""
+        self._queue(self.copying, after, copies)
+        return self.copying.record_event()
+
+    def _queue(self, stream: Any, after: Sequence[Any], copies: Sequence[Copy]) -> None:
         for mark in after:
-            self.fetching.wait_event(mark)
+            stream.wait_event(mark)
         for destination, source in copies:
-            self.runtime.copy(destination, source, self.fetching.cuda_stream)
-        return self.fetching.record_event()
+            self.runtime.copy(destination, source, stream.cuda_stream)
 
     def wait(self, mark: Any) -> None:
         """See `Link.wait`."""
-        torch.cuda.current_stream(self.memory.device).wait_event(mark)
+        torch.cuda.current_stream(self.device).wait_event(mark)
 
     def passed(self, mark: Any) -> bool:
         """See `Link.passed`."""
@@ -272,16 +291,22 @@ def _runtime_path() -> str:
     raise OSError(f"{name} is not loaded into this process")
 
 
-def _compare(copier: CopyEngine, axis: Axis, slots: int, device: torch.device) -> None:
+def _compare(copier: CopyEngine, axis: Axis, device: torch.device) -> None:
     """Raise if some exchange differs from a collective's, once all have ended: other ranks may see no difference."""
-    different = set()
+    different: set[str] = set()
+
+    def check(flying: list[Any]) -> None:
+        for name, pair in zip(("heads", "tokens"), flying, strict=True):
+            found, true = (pending.wait() for pending in pair)
+            if not all(_same_bits(a, b) for a, b in zip(found, true, strict=True)):
+                different.add(name)
+
     for dtype in (torch.bfloat16, torch.float32):
-        flying = [_exchanges(copier, axis, slots + 2 + number, dtype, device) for number in range(slots + 2)]
-        for there, back in flying:
-            for name, pair in (("heads", there), ("tokens", back)):
-                found, true = (pending.wait() for pending in pair)
-                if not all(_same_bits(a, b) for a, b in zip(found, true, strict=True)):
-                    different.add(name)
+        seeds = range(SLOTS + 2, 2 * SLOTS + 4)
+        for flying in [_exchanges(copier, axis, seed, dtype, device, False) for seed in seeds]:
+            check(flying)
+        for seed in seeds:  # what is borrowed is not to be had for long
+            check(_exchanges(copier, axis, seed, dtype, device, True))
     if different:
         raise RuntimeError(f"an exchange to {' and to '.join(sorted(different))} differs from the collective's")
 
@@ -290,7 +315,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _exchanges(copier: CopyEngine, axis: Axis, seed: int, dtype: torch.dtype, device: torch.device) -> list[Any]:
+def _exchanges(
+    copier: CopyEngine, axis: Axis, seed: int, dtype: torch.dtype, device: torch.device, borrow: bool
+) -> list[Any]:
     """Start an exchange of random bits in either direction, each by copy engines and by a collective."""
     split, tokens = HeadSplit(3 * axis.size + 3, axis.size + 1, axis.size), 31 + seed
     heads, dims = [split.query, split.key, split.key], [16, 16, 8]
@@ -304,5 +331,5 @@ def _exchanges(copier: CopyEngine, axis: Axis, seed: int, dtype: torch.dtype, de
     plain = replace(axis, copier=None)
     whole = normal(tokens, [split.heads, split.kv_heads, split.kv_heads])
     some = normal(tokens * axis.size, [len(h[axis.rank]) for h in heads])
-    there = copier.to_heads(whole, heads, parts), to_heads(whole, heads, plain, parts)
-    return [there, (copier.to_tokens(some, heads, parts), to_tokens(some, heads, plain, parts))]
+    there = copier.to_heads(whole, heads, parts, borrow), to_heads(whole, heads, plain, parts)
+    return [there, (copier.to_tokens(some, heads, parts, borrow), to_tokens(some, heads, plain, parts))]

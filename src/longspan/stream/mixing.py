@@ -25,7 +25,9 @@ from longspan.stream.stash import Stash
 class PrefixMixing(Mixing):
     """Tiles in order, each attending to what came before: one pass per tile, forward and backward.
 
-    Where the layer's halves are compiled, a tile's exchanges travel while its neighbours compute.
+    Where the layer's halves are compiled, a tile's exchanges travel while its neighbours compute. What enters attention
+    is borrowed from the exchange unless it is kept: at most one more exchange that is borrowed from starts before the
+    tile's attention has read it.
 
     Cost: a tile runs once in forward and once in backward, plus the projection of its keys and values if they are not
     kept, and attention's forward if its output is not. Per tile two exchanges in forward and two or three in backward.
@@ -113,7 +115,7 @@ class PrefixMixing(Mixing):
             prefix = self.new_prefix()
             for index, at in enumerate(self.run.tiles):
                 request = self.run.before(index, x[:, at.start : at.stop], "kv")
-                prefix.append(index, *prefix.ulysses.enter_keys(*request.keys()).wait())
+                prefix.append(index, *prefix.ulysses.enter_keys(*request.keys(), borrow=True).wait())
         return prefix, kept
 
 
@@ -197,7 +199,7 @@ class _Forward:
         if index == 0:
             self.prefix = self.mixing.new_prefix()
         self.mixing.scale = request.scale
-        return exchange.enter(q, k, v)
+        return exchange.enter(q, k, v, borrow=self.keep is not Keep.PRODUCTS)
 
     def _attend(self, index: int, coming: Pending[list[Tensor]]) -> Pending[Tensor]:
         """Add a tile to the prefix and attend; its output is on its way back to the ranks of its tokens."""
@@ -245,9 +247,9 @@ class _Backward:
         dout = tile.after(out, hold=True).to(out.dtype)
         enter = self.prefix.ulysses.enter_queries
         if q:
-            coming = enter(out, dout).then(lambda parts: [*q, *parts])
+            coming = enter(out, dout, borrow=True).then(lambda parts: [*q, *parts])
         else:
-            coming = enter(tile.query().query().detach(), out, dout)
+            coming = enter(tile.query().query().detach(), out, dout, borrow=True)
         self.coming[index] = coming, lse
 
     def attend(self, index: int) -> None:
