@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from longspan.bench.peers import PEERS, Peer, command, rows_of, run_peer
+from longspan.bench.peers import PEERS, Peer, command, finished, rows_of, run_peer
 from longspan.bench.settings import Asked, Setting, Work
 
 ASKED = Asked(Work("tiny-llama", 1, seed=3), (Setting("auto", 64), Setting("8/x/-", 64), Setting("auto", 128)), steps=2)
@@ -37,16 +39,24 @@ def test_the_last_row_of_a_length_counts() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("ending", "limit_s", "state"),
-    [("", None, None), ("raise SystemExit(3)", None, "failed with exit code 1"), ("time.sleep(60)", 12, "stopped at")],
-)
-def test_what_it_had_is_kept(tmp_path: Path, ending: str, limit_s: float | None, state: str | None) -> None:
-    (tmp_path / "here.py").write_text(f"import time\nprint('ROW {{\"tokens\": 64}}', flush=True)\n{ending}\n")
-    first, *rest = run_peer(HERE, tmp_path, ASKED, limit_s)
+@pytest.mark.parametrize(("ending", "state"), [("", None), ("raise SystemExit(3)", "failed with exit code 1")])
+def test_what_it_had_is_kept(tmp_path: Path, ending: str, state: str | None) -> None:
+    (tmp_path / "here.py").write_text(f"print('ROW {{\"tokens\": 64}}', flush=True)\n{ending}\n")
+    first, *rest = run_peer(HERE, tmp_path, ASKED, None)
     assert first == {"system": "here", "state": "done", "tokens": 64}
     assert len(rest) == (state is not None)
     assert all(row["state"].startswith(str(state)) for row in rest)
+
+
+def test_at_the_limit_all_its_processes_end() -> None:
+    sleeper = "import time; time.sleep(60)"
+    code = (
+        "import subprocess, sys; print('ROW', flush=True); "
+        f"subprocess.run([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
+    )
+    started = time.monotonic()
+    assert finished([sys.executable, "-c", code], 5) == ("ROW\n", None)
+    assert time.monotonic() - started < 40
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)

@@ -60,6 +60,7 @@ def test_goals_have_a_direction() -> None:
 def test_a_file_is_whole_after_every_row_and_never_written_over(tmp_path: Path) -> None:
     target = Target(str(tmp_path / "new"), "abc1234", "longspan bench step")
     results = Results.open(target, "step", {"work": {}}, CPU)
+    assert results.path is not None
     assert results.path == tmp_path / "new" / f"step_cpu_{time.strftime('%Y-%m-%d')}.json"
     row = results.begin({"tokens": 5})
     on_disk = json.loads(results.path.read_text())

@@ -7,7 +7,6 @@ the same kernel on one process's heads while the others rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -164,11 +163,15 @@ def attention_ms(mesh: Mesh, kernel: Kernel, mask: Mask, heads: Heads, times: in
     device = torch.device(mesh.device_type)
     layout = Layout(mask.length, 1, mesh.ulysses.size)
     attend, schedule = Attend(mesh, kernel), Schedule.of(mask, layout, 0)
-    operands = _operands(layout.shard_tokens, heads, device)
+    counts = (heads.query, heads.key, heads.key)
+    q, k, v = (
+        _normal(1, layout.shard_tokens, n, heads.dim, seed=i, device=device).requires_grad_()
+        for i, n in enumerate(counts)
+    )
     dout = _normal(1, layout.shard_tokens, heads.query, heads.dim, seed=3, device=device)
 
     def work() -> None:
-        torch.autograd.grad(attend(*operands, schedule, heads.dim**-0.5), operands, dout)
+        torch.autograd.grad(attend(q, k, v, schedule, heads.dim**-0.5), (q, k, v), dout)
 
     return median(rounds_ms(work, times, 2, device))
 
@@ -184,12 +187,12 @@ def _wrong_attention(mesh: Mesh, kernel: Kernel, name: str, heads: Heads, device
         for i, n in enumerate((heads.query, heads.key, heads.key, heads.query))
     ]
     wide = [t.float().requires_grad_() for t in whole[:3]]
-    out = _plain(*wide, mask, heads.dim**-0.5)
+    out = _plain(wide[0], wide[1], wide[2], mask, heads.dim**-0.5)
     expected = [out, *torch.autograd.grad(out, wide, whole[3].float())]
     at = torch.tensor(layout.indices(mesh.ulysses.rank), device=device)
-    operands = [t[:, at].contiguous().requires_grad_() for t in whole[:3]]
-    mine = Attend(mesh, kernel)(*operands, Schedule.of(mask, layout, 0), heads.dim**-0.5)
-    found = [mine, *torch.autograd.grad(mine, operands, whole[3][:, at].contiguous())]
+    q, k, v = (t[:, at].contiguous().requires_grad_() for t in whole[:3])
+    mine = Attend(mesh, kernel)(q, k, v, Schedule.of(mask, layout, 0), heads.dim**-0.5)
+    found = [mine, *torch.autograd.grad(mine, (q, k, v), whole[3][:, at].contiguous())]
     errors = [
         float((got.detach().float() - want.detach()[:, at]).norm() / want.detach()[:, at].norm())
         for got, want in zip(found, expected, strict=True)
@@ -234,13 +237,9 @@ def _proven(results: Results, name: str, compare: Any) -> bool:
 def _meet(value: float) -> float:
     """Return rank 0's value on all ranks, which wait for it on their hosts: a GPU that has nothing to do rests."""
     held = [value]
-    dist.broadcast_object_list(held, src=0, group=dist.new_group(backend="gloo"))
+    group: Any = dist.new_group(backend="gloo")
+    dist.broadcast_object_list(held, src=0, group=group)
     return held[0]
-
-
-def _operands(tokens: int, heads: Heads, device: torch.device) -> Sequence[Tensor]:
-    counts = (heads.query, heads.key, heads.key)
-    return [_normal(1, tokens, n, heads.dim, seed=i, device=device).requires_grad_() for i, n in enumerate(counts)]
 
 
 def _normal(*shape: int, device: torch.device, seed: int = 0) -> Tensor:

@@ -86,7 +86,7 @@ def _of_parts(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the best value of each figure: of several ways the best is the one that is used."""
     found: dict[str, float] = {}
     for row in rows:
-        name = row.get("figure")
+        name = row.get("figure", "")
         if name in FIGURES and (name not in found or FIGURES[name].better(row["value"], found[name])):
             found[name] = row["value"]
     return found

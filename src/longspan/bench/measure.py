@@ -56,12 +56,13 @@ def measure(
     try:
         if proven:
             _measure_all(config, asked, proven, results, deadline, device, measure_one)
-    except torch.OutOfMemoryError as error:
-        results.end_running(OUT_OF_MEMORY)
-        raise TrainingError(f"{OUT_OF_MEMORY}: {str(error).splitlines()[0]}") from None
     except Exception as error:
-        results.end_running(f"failed: {error}")
-        raise
+        fits = not isinstance(error, torch.OutOfMemoryError)
+        if target.pointer is None:  # else the process that started this one hears of the first error of all ranks
+            results.end_running(f"failed: {error}" if fits else OUT_OF_MEMORY)
+        if fits:
+            raise
+        raise TrainingError(f"{OUT_OF_MEMORY}: {str(error).splitlines()[0]}") from None
     return None if results.path is None else {**results.content, "path": str(results.path)}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from longspan.bench.results import DONE, STOPPED
 from longspan.bench.settings import Asked
 
 ROW = "ROW "
@@ -59,25 +60,23 @@ def run_peer(
     """
     if importlib.util.find_spec(peer.module) is None:
         return [{"system": peer.name, "state": f"not installed: no module {peer.module}"}]
-    process = subprocess.Popen(
-        command(peer, folder, asked, options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    stopped = False
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        stopped = True
-        _end(process.pid)
-        output, _ = process.communicate()
+    output, code = finished(command(peer, folder, asked, options), limit_s)
     rows = rows_of(output, peer)
-    if stopped:
-        rows.append({"system": peer.name, "state": "stopped at the limit"})
-    elif process.returncode:
-        rows.append({"system": peer.name, "state": f"failed with exit code {process.returncode}: {output[-_TAIL:]}"})
+    if code is None:
+        rows.append({"system": peer.name, "state": STOPPED})
+    elif code:
+        rows.append({"system": peer.name, "state": f"failed with exit code {code}: {output[-_TAIL:]}"})
     return rows
+
+
+def finished(words: Sequence[str], limit_s: float | None) -> tuple[str, int | None]:
+    """Run a command and return what it printed, and its exit code: None if it was ended at the limit."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        return process.communicate(timeout=limit_s)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        _end(process.pid)
+        return process.communicate()[0], None
 
 
 def _end(pid: int) -> None:
@@ -93,6 +92,6 @@ def rows_of(output: str, peer: Peer) -> list[dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     for line in output.splitlines():
         if line.startswith(ROW):
-            row = {"system": peer.name, "state": "done", **json.loads(line[len(ROW) :])}
+            row = {"system": peer.name, "state": DONE, **json.loads(line[len(ROW) :])}
             rows[row["tokens"]] = row
     return list(rows.values())

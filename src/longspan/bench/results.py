@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from longspan.bench.figures import figures_of
 
@@ -118,7 +119,7 @@ def environment(what: str, target: Target, device: torch.device) -> dict[str, An
     }
     if on_gpu:
         about["cuda"] = torch.version.cuda
-        about["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        about["nccl"] = ".".join(str(part) for part in nccl.version())
     about |= {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     return {**about, "commit": target.commit, "date": time.strftime("%Y-%m-%d")}
 

@@ -247,8 +247,7 @@ def _after_failure(target: Any, error: TrainingError) -> dict[str, Any]:
     if target.pointer is None or not Path(target.pointer).exists():
         raise error
     results = Results.load(Path(Path(target.pointer).read_text(encoding="utf-8")))
-    running = results.end_running(fate or f"failed: {text.splitlines()[-1]}")
-    if fate is None or (running is None and all(row["state"] != fate for row in results.rows)):
+    if results.end_running(fate or f"failed: {text.splitlines()[-1]}") is None or fate is None:
         raise error
     return {**results.content, "path": str(results.path)}
 
