@@ -23,7 +23,7 @@ from longspan.bench.clock import Deadline
 from longspan.bench.exchange import Exchanging, Heads, measure_attention, measure_exchange
 from longspan.bench.fit import fit
 from longspan.bench.gate import small
-from longspan.bench.measure import measure
+from longspan.bench.measure import Case, measure
 from longspan.bench.memory import parse_memory
 from longspan.bench.results import Results, Target
 from longspan.bench.settings import Asked, Setting, Work, settings_of
@@ -168,6 +168,35 @@ def weights_before_and_after_warm_up() -> tuple[bool, bool]:
     load.step(load.row(64, 0))
     after = [p.detach().full_tensor() for p in load.module.parameters()]  # type: ignore[attr-defined]
     return same, any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def used_memories() -> list[Any]:
+    load = build(preset_config("tiny-llama"), Work("tiny-llama", 1), [parse_memory("16/x+O/-")], CPU)
+    found = []
+    for text in ("16/x+O/eager", "-/graph/-", "16/x/eager"):
+        load.use(parse_memory(text))
+        found.append((load.handle.memory, load.handle.compiler))
+    return [[memory for memory, _ in found], found[0][1] is found[2][1] is not None, found[1][1] is None]
+
+
+def test_a_setting_is_used(run_ranks: RunRanks) -> None:
+    memories, kept, none = run_ranks(1, used_memories)[0]
+    assert memories == [parse_memory(text) for text in ("16/x+O/eager", "-/graph/-", "16/x/eager")]
+    assert kept and none
+
+
+def predicted_to_take_long(folder: str) -> dict[str, Any]:
+    setting, memory, work = Setting("16/x/-", 64), parse_memory("16/x/-"), Work("tiny-llama", 1)
+    config = preset_config("tiny-llama")
+    case = Case(setting, memory, small(config, work, memory, 64, CPU), {"predicted_s": 1e6})
+    results = Results.open(Target(folder), "step", {}, CPU)
+    row = results.begin({})
+    Steps(1)(build(config, work, [memory], CPU), case, row, results, Deadline(time.time() + 1e5))
+    return row
+
+
+def test_what_would_take_too_long_is_not_begun(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(1, predicted_to_take_long, str(tmp_path)) == [{"state": "stopped at the limit"}]
 
 
 def test_warming_up_changes_no_weight_and_a_step_changes_all(run_ranks: RunRanks) -> None:

@@ -19,7 +19,7 @@ from longspan.plan.machine import find_machine
 from longspan.plan.memory import Ledger
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
-from longspan.plan.solve import Choice, Room, _choice
+from longspan.plan.solve import Room, choice_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
     costs = Costs(setup)
     room = Room(math.inf, (math.inf,) * costs.count, memory.budget)
     staged = memory.budget.gpu_bytes is not None
-    choice: Choice = _choice(costs, Ledger(setup, staged), room, *runs)
+    choice = choice_of(costs, Ledger(setup, staged), room, *runs)
     return {
         "predicted_s": round(choice.step_s, 3),
         "predicted_gib": round((sum(choice.gpu_bytes.values()) - choice.gpu_bytes["reserve"]) / GIB, 2),
@@ -96,7 +96,7 @@ def _runs(memory: Memory, count: int) -> tuple[tuple[Run, ...], int] | None:
     rebuilt = (memory.rebuilt,) * count if isinstance(memory.rebuilt, Keep) else memory.rebuilt
     graphs = next((i for i, keep in enumerate(reversed(keeps)) if keep is not Keep.GRAPH), count)
     below = keeps[: count - graphs]
-    if any(keep in (Keep.GRAPH, Keep.PRODUCTS) for keep in below):
+    if Keep.GRAPH in below:
         return None
     return tuple(_stretches(below, rebuilt)), graphs
 

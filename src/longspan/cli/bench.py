@@ -308,9 +308,9 @@ def _host_bytes(text: str | None) -> int:
 
     if text is not None:
         return parse_bytes(text)
-    import psutil
+    from longspan.optim.memory import available_bytes
 
-    return psutil.virtual_memory().total
+    return available_bytes()
 
 
 def _commit() -> str:

@@ -61,7 +61,7 @@ class WorkFlags(Flags):
     ] = "auto"
     optimizer: Annotated[str, _option("adamw | adamw-host | adamw8bit | adamw-bf16-sr.", "NAME")] = "adamw"
     host_memory: Annotated[
-        str | None, _option("Host memory that plans may use: 256GiB. (default: all of this host's)", "SIZE")
+        str | None, _option("Host memory that plans may use: 256GiB. (default: what is free)", "SIZE")
     ] = None
     seed: Annotated[int, _option("Of weights and tokens.", "N")] = 0
 
