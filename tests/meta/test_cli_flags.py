@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import typer.main
 
@@ -13,12 +15,20 @@ FROZEN = Path(__file__).with_name("cli_flags.txt")
 
 
 def flags() -> list[str]:
-    found = []
-    for name, command in typer.main.get_command(app).commands.items():  # pyright: ignore[reportAttributeAccessIssue]
-        for parameter in command.params:
-            names = [*parameter.opts, *parameter.secondary_opts]
-            found += [f"{name} {flag}" for flag in names if flag != "--help"]
-    return sorted(found)
+    return sorted(flag for name, command in commands(typer.main.get_command(app)) for flag in flags_of(name, command))
+
+
+def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
+def flags_of(name: str, command: Any) -> list[str]:
+    names = [n for parameter in command.params for n in (*parameter.opts, *parameter.secondary_opts)]
+    return [f"{name} {flag}" for flag in names if flag != "--help"]
 
 
 def test_flags_are_the_promised_ones() -> None:

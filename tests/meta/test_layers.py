@@ -16,7 +16,7 @@ LAYERS = [
     {"plan", "mesh", "comm", "kernels"},
     {"attention", "stream", "tiling", "tiled", "mlp", "host", "offload", "loss", "batch", "loader"},
     {"integrations", "engines", "optim"},
-    {"train", "cli", "check", "__main__"},
+    {"train", "cli", "check", "bench", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FRAMEWORKS = {"transformers", "accelerate", "peft", "deepspeed", "trl", "twinkle", "tokenizers"}

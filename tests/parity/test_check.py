@@ -23,6 +23,7 @@ from longspan.cli.app import app
 from longspan.integrations.presets import preset_config
 from longspan.kernels.cpu import Cpu
 from longspan.mask import Mask
+from longspan.plan.keep import Keep, Memory
 from pool import RunRanks
 
 pytestmark = pytest.mark.dist
@@ -106,6 +107,25 @@ def nearest_only() -> Any:
     return patch.object(Attend, "__call__", attend)
 
 
+def wrong_tiles() -> Any:
+    """Lose a share of the gradient of attention in layers that run in tiles."""
+    from longspan.stream.prefix import Prefix
+
+    right: Any = Prefix.backward
+
+    def backward(self: Any, *args: Any) -> Any:
+        return right(self, *(0.99 * arg if isinstance(arg, Tensor) else arg for arg in args))
+
+    return patch.object(Prefix, "backward", backward)
+
+
+def wrong_engine() -> Any:
+    """Let FSDP2 say that it adds gradients up, where it averages them."""
+    from longspan.engines import FullyShardedDataParallel
+
+    return patch.object(FullyShardedDataParallel, "grad_reduction", "sum")
+
+
 def nothing() -> Any:
     """Make no mistake."""
     return contextlib.nullcontext()
@@ -182,6 +202,40 @@ def test_mistakes_fail(run_ranks: RunRanks, mistake: str, degrees: tuple[int, in
     result = run_ranks(2, check_with, mistake, settings)[0]
     assert not result["ok"]
     assert failed_figures(result) == figures
+
+
+WAYS = {
+    "tiles": {"memory": Memory(8, (Keep.X_O, Keep.X))},
+    "engine": {"engine": "fsdp2"},
+    "both": {"memory": Memory(8, (Keep.X, Keep.NONE)), "engine": "fsdp2"},
+    "compiled": {"memory": Memory(8, Keep.X_O_KV, "aot_eager"), "engine": "fsdp2"},
+    "kernel": {"kernel": "reference"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_in_tiles_and_engines_are_checked(run_ranks: RunRanks, way: str) -> None:
+    settings = replace(SMALL, ulysses=2, ring=1, only=("document",), **WAYS[way])
+    result = run_ranks(2, check_with, "nothing", settings, timeout_s=120)[0]
+    assert result["ok"], json.dumps(result, indent=1)
+    assert [case["name"] for case in result["cases"]] == ["document 2x1"]
+    assert result["cases"][0]["grad_rel_err"] < 1e-12
+    assert result["kernel"] == WAYS[way].get("kernel", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "found_in"), [("wrong_tiles", {"tiles", "both"}), ("wrong_engine", {"engine", "both"})]
+)
+def test_their_mistakes_fail(run_ranks: RunRanks, mistake: str, found_in: set[str]) -> None:
+    for way in ("tiles", "engine", "both"):
+        settings = replace(SMALL, ulysses=2, ring=1, only=("document",), **WAYS[way])
+        result = run_ranks(2, check_with, mistake, settings)[0]
+        assert result["ok"] is (way not in found_in)
+
+
+def test_samples_are_chosen_by_name(run_ranks: RunRanks) -> None:
+    with pytest.raises(AssertionError, match="no sample named 'pages'; take some of document, padded rows, packed"):
+        run_ranks(2, check_with, "nothing", replace(SMALL, only=("pages",)))
 
 
 def test_bfloat16_is_held_against_the_plain_models_own_error(run_ranks: RunRanks) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from longspan.check.settings import Settings
 from longspan.cli import ranks
-from longspan.cli.ranks import Job
+from longspan.cli.check import CheckJob
+from longspan.cli.model import named_config
 from longspan.errors import ConfigError, ModelError, TopologyError, TrainingError
 
 
@@ -57,7 +58,7 @@ def test_what_is_wrong_with_a_model_folder_is_a_config_error(tmp_path: Path, con
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
-        ranks._config(str(tmp_path))
+        named_config(str(tmp_path))
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +67,13 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [str(ranks._device("auto", rank, 2)) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    assert str(ranks._device("auto", 0, 3)) == str(ranks._device("cpu", 1, 2)) == "cpu"
+    assert [str(ranks.choose_device("auto", rank, 2)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert str(ranks.choose_device("auto", 0, 3)) == str(ranks.choose_device("cpu", 1, 2)) == "cpu"
     assert chosen == [0, 1]
     with pytest.raises(TopologyError, match="--sp 4 needs 4 GPUs, found 2"):
-        ranks._device("cuda", 0, 4)
+        ranks.choose_device("cuda", 0, 4)
 
 
 def test_errors_of_the_processes_reach_the_caller() -> None:
     with pytest.raises(ConfigError, match="The model has 2 layers; take 1 to 2 of them, not 5"):
-        ranks.start(Job(Settings("tiny-llama", 2, layers=5), "cpu"))
+        ranks.start(CheckJob(Settings("tiny-llama", 2, layers=5), "cpu"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,7 @@ from longspan.check.float64 import float64_throughout
 from longspan.check.reference import Truth, evaluating, truth_of
 from longspan.check.samples import Sample, samples
 from longspan.check.settings import Settings
+from longspan.check.trial import Trial, trial
 from longspan.errors import ConfigError
 from longspan.integrations.random_weights import (
     chooses_rope_by_length,
@@ -41,7 +41,6 @@ from longspan.integrations.random_weights import (
     plain_attention,
     random_model,
 )
-from longspan.integrations.transformers import Applied, prepare
 from longspan.plan.plan import Plan
 
 _WIDE_PARAMETERS = 4_000_000
@@ -82,12 +81,12 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
     heads = getattr(text, "num_attention_heads", None) or 1
     tokens = _tokens(settings, heads, getattr(text, "max_position_embeddings", None), device)
     with float64_throughout() if precision is FLOAT64 else contextlib.nullcontext():
-        bench = _bench(config, samples(tokens, text.vocab_size, settings.packed), precision, device)
+        bench = _bench(config, _samples(settings, tokens, text.vocab_size), precision, device)
         plans: list[Plan] = []
         cases: list[Case] = []
         for ulysses, ring in _degrees(settings, heads):
             if all((ulysses, ring) != (plan.ulysses_degree, plan.ring_degree) for plan in plans):
-                plan, found = _under(bench, settings.sp, ulysses, ring)
+                plan, found = _under(bench, settings, ulysses, ring)
                 plans.append(plan)
                 cases += found
     if _rank():
@@ -104,6 +103,15 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
         "dtype": str(precision.dtype).removeprefix("torch."),
         "kernel": ", ".join(dict.fromkeys(plan.kernel for plan in plans)),
     }
+
+
+def _samples(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
+    made = samples(tokens, vocabulary, settings.packed)
+    names = [sample.name for sample in made]
+    for name in settings.only:
+        if name not in names:
+            raise ConfigError(f"There is no sample named {name!r}; take some of {', '.join(names)}.")
+    return [sample for sample in made if not settings.only or sample.name in settings.only]
 
 
 def _affordable(config: Any) -> tuple[Any, dict[str, int]]:
@@ -185,15 +193,13 @@ def _bench(config: Any, made: list[Sample], precision: Precision, device: torch.
     return Bench(model, made, truths, baselines, precision, has_experts(config))
 
 
-def _under(bench: Bench, sp: int, ulysses: int | None, ring: int | None) -> tuple[Plan, list[Case]]:
+def _under(bench: Bench, settings: Settings, ulysses: int | None, ring: int | None) -> tuple[Plan, list[Case]]:
     """Check every sample under one pair of degrees; the cases are those of the first rank, empty elsewhere."""
-    handle = _prepared(bench.model, sp, ulysses, ring, logits=False)
-    trained = [_trained(handle, sample) for sample in bench.samples]
-    handle.remove()
-    handle = _prepared(bench.model, sp, ulysses, ring, logits=True)
-    moved = [_moved(handle, sample, bench) for sample in bench.samples]
-    handle.remove()
-    plan = handle.plan
+    with trial(bench.model, settings, ulysses, ring, logits=False) as ready:
+        trained = [_trained(ready, sample) for sample in bench.samples]
+    with trial(bench.model, settings, ulysses, ring, logits=True) as ready:
+        moved = [_moved(ready, sample, bench) for sample in bench.samples]
+    plan = ready.handle.plan
     cases = []
     for i, truth in enumerate(bench.truths):
         losses, gradients, eval_losses = trained[i]
@@ -223,24 +229,18 @@ def _under(bench: Bench, sp: int, ulysses: int | None, ring: int | None) -> tupl
     return plan, cases
 
 
-def _prepared(model: nn.Module, sp: int, ulysses: int | None, ring: int | None, logits: bool) -> Applied:
-    with contextlib.redirect_stderr(io.StringIO()):  # the plan is printed once per call; the result says what it was
-        return prepare(model, sp, ulysses_degree=ulysses, ring_degree=ring, logits=logits)
-
-
-def _trained(handle: Applied, sample: Sample) -> tuple[Sequence[float], dict[str, Tensor], Sequence[float]]:
+def _trained(ready: Trial, sample: Sample) -> tuple[Sequence[float], dict[str, Tensor], Sequence[float]]:
     """Train and evaluate once; return every rank's loss, the reduced gradients, and every rank's evaluation loss."""
-    model = handle.model
-    out = model(**handle.shard(sample.batch))
-    torch.autograd.backward(out.loss)
-    handle.reduce_gradients()
-    gradients = {}
-    if not _rank():
-        gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    model = ready.module
+    with ready.engine.accumulating(last=True):
+        out = model(**ready.handle.shard(sample.batch))
+        torch.autograd.backward(out.loss)
+    ready.engine.reduce()
+    gradients = ready.gradients()
     model.zero_grad(set_to_none=True)
     with evaluating(model):
-        eval_loss = model(**handle.shard(sample.batch)).loss
-    return _of_all_ranks(out.loss), gradients, _of_all_ranks(eval_loss)
+        eval_loss = model(**ready.handle.shard(sample.batch)).loss
+    return _of_all_ranks(out.loss), {} if _rank() else gradients, _of_all_ranks(eval_loss)
 
 
 def _of_all_ranks(loss: Tensor) -> Sequence[float]:
@@ -252,24 +252,24 @@ def _of_all_ranks(loss: Tensor) -> Sequence[float]:
     return torch.cat(everywhere).tolist()
 
 
-def _moved(handle: Applied, sample: Sample, bench: Bench) -> tuple[int, float]:
+def _moved(ready: Trial, sample: Sample, bench: Bench) -> tuple[int, float]:
     """Change one token in each of a few documents; return the logits that leaked and the least share that followed."""
-    vocabulary = handle.model.config.get_text_config().vocab_size
+    vocabulary = ready.handle.model.config.get_text_config().vocab_size
     leaked, followed = 0, 1.0
-    with evaluating(handle.model):
-        before = _logits(handle, sample.batch)
+    with evaluating(ready.module):
+        before = _logits(ready, sample.batch)
         tolerance = bench.precision.leak * float(before.abs().max()) if bench.experts else 0.0
         for document in sample.probed():
             batch, at = sample.changed(document, vocabulary)
-            found = moves(before, _logits(handle, batch), document, at, tolerance)
+            found = moves(before, _logits(ready, batch), document, at, tolerance)
             leaked += found.leaked
             followed = min(followed, found.followed)
     return leaked, followed
 
 
-def _logits(handle: Applied, batch: dict[str, Any]) -> Tensor:
-    part = handle.shard(batch)
-    return handle.gather(handle.model(**part).logits, part)
+def _logits(ready: Trial, batch: dict[str, Any]) -> Tensor:
+    part = ready.handle.shard(batch)
+    return ready.handle.gather(ready.module(**part).logits, part)
 
 
 def _rank() -> int:

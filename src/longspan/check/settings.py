@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longspan.plan.keep import Memory
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -17,6 +19,10 @@ class Settings:
         seq_len: tokens per row; None to choose.
         layers: of the model; None to choose.
         dtype: `float64` or `bfloat16`; None for the first on a CPU and the second on GPUs.
+        kernel: of attention.
+        memory: what layers keep, and in which tiles they run; None runs them whole and keeps everything.
+        engine: who holds parameters and reduces gradients: `single` or `fsdp2`.
+        only: names of the samples to take; empty for all.
     """
 
     model: str
@@ -27,3 +33,7 @@ class Settings:
     seq_len: int | None = None
     layers: int | None = None
     dtype: str | None = None
+    kernel: str = "auto"
+    memory: Memory | None = None
+    engine: str = "single"
+    only: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from longspan.cli.bench import bench
 from longspan.cli.check import check
 from longspan.cli.doctor import doctor
 from longspan.cli.plan import plan
@@ -23,6 +24,7 @@ app.command()(train)
 app.command()(check)
 app.command()(plan)
 app.command()(doctor)
+app.add_typer(bench)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,7 +11,8 @@ import typer
 
 from longspan.check.settings import Settings
 from longspan.cli.flags import with_flags
-from longspan.cli.ranks import Job, start
+from longspan.cli.model import named_config
+from longspan.cli.ranks import start
 from longspan.config.schema import parse_size
 from longspan.errors import ConfigError, LongspanError, TopologyError
 
@@ -68,6 +69,28 @@ class Flags:
     json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else. (default false)")] = False
 
 
+@dataclass(frozen=True)
+class CheckJob:
+    """A check as its processes need it."""
+
+    settings: Settings
+    device: str
+
+    grouped = False
+    modules = ("longspan.check.run", "longspan.integrations.models")
+
+    @property
+    def processes(self) -> int:
+        """As many as share a sequence."""
+        return self.settings.sp
+
+    def run(self, device: Any) -> dict[str, Any] | None:
+        """Check, as one of the processes."""
+        from longspan.check.run import run_check
+
+        return run_check(named_config(self.settings.model), self.settings, device)
+
+
 @with_flags(Flags)
 def check(**flags: Any) -> None:
     """Compare loss, gradients, evaluation and document borders with the plain model on one process.
@@ -110,7 +133,7 @@ def run(flags: Flags) -> dict[str, Any]:
     settings = Settings(
         flags.model, flags.sp, flags.ulysses, flags.ring, flags.packed, tokens, flags.layers, flags.dtype
     )
-    return start(Job(settings, flags.device))
+    return start(CheckJob(settings, flags.device))
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Start the processes of a check on this host and bring home its result, or the first error."""
+"""Start processes on this host and bring home their result, or the first error; or be one of torchrun's."""
 
 from __future__ import annotations
 
@@ -7,55 +7,93 @@ import multiprocessing as mp
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from longspan.check.settings import Settings
 from longspan.cli import failures
-from longspan.errors import ConfigError, TopologyError, TrainingError
+from longspan.errors import TopologyError, TrainingError
 
-_PRELOADED = ["longspan.check.run", "longspan.integrations.models"]
 _GRACE_S = 5.0
 _TIMEOUT = timedelta(minutes=10)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a process needs: settings, and `cpu`, `cuda` or `auto`."""
+class Job(Protocol):
+    """What the processes have to do; it is pickled."""
 
-    settings: Settings
-    device: str
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """`cpu`, `cuda` or `auto`."""
+        ...
+
+    @property
+    def grouped(self) -> bool:
+        """Whether one process alone needs a process group too."""
+        ...
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What is imported once, in the process that the others are forked from."""
+        ...
+
+    def run(self, device: Any) -> dict[str, Any] | None:
+        """Do it, in each process; return the result on the first."""
+        ...
 
 
-def start(job: Job) -> dict[str, Any]:
-    """Run a check on as many processes as share a sequence.
+def start(job: Job, limit_s: float | None = None) -> dict[str, Any]:
+    """Run a job in processes of its own.
 
     The processes are forks of one that has imported everything, where the system can do that; with GPUs they start
     afresh, as a fork of a process that has looked at CUDA cannot use it.
 
+    Args:
+        limit_s: processes that take longer are ended.
+
     Raises:
-        LongspanError: the first error of a process, of the same kind.
+        LongspanError: the first error of a process, of the same kind; TrainingError for the limit.
     """
     forks = "forkserver" in mp.get_all_start_methods() and not has_gpu()
     context: Any = mp.get_context("forkserver" if forks else "spawn")
     if forks:
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(list(job.modules))
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         ranks = [
-            context.Process(target=_process, args=(job, rank, folder), daemon=True) for rank in range(job.settings.sp)
+            context.Process(target=_process, args=(job, rank, folder), daemon=True) for rank in range(job.processes)
         ]
         try:
             for rank in ranks:
                 rank.start()
-            _wait(ranks)
+            in_time = _wait(ranks, limit_s)
         finally:
             _end(ranks)
+        if not in_time:
+            raise TrainingError(f"Stopped at the limit: its processes were ended after {limit_s:.0f} s.")
         return _result(Path(folder), [rank.exitcode for rank in ranks])
+
+
+def join(job: Job) -> dict[str, Any] | None:
+    """Do a job as one of the processes that torchrun started.
+
+    Raises:
+        TopologyError: they are not as many as the job needs.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    if world_size != job.processes:
+        raise TopologyError(f"torchrun started {world_size} processes, but {job.processes} were asked for (--sp).")
+    device = choose_device(job.device, int(os.environ["LOCAL_RANK"]), local_size)
+    with _group(device, world_size, rank, "env://"):
+        return job.run(device)
 
 
 def has_gpu() -> bool:
@@ -65,15 +103,20 @@ def has_gpu() -> bool:
     return torch.cuda.device_count() > 0
 
 
-def _wait(ranks: Sequence[BaseProcess]) -> None:
-    """Return when all processes have ended, or one of them badly."""
+def _wait(ranks: Sequence[BaseProcess], limit_s: float | None = None) -> bool:
+    """Return when all processes have ended, or one of them badly; False if the time is up before."""
     running = {rank.sentinel: rank for rank in ranks}
+    until = None if limit_s is None else time.monotonic() + limit_s
     while running:
-        for sentinel in wait(list(running)):
+        ended = wait(list(running), None if until is None else max(0.0, until - time.monotonic()))
+        if not ended:
+            return False
+        for sentinel in ended:
             rank = running.pop(sentinel)  # type: ignore[call-overload,arg-type]
             rank.join()
             if rank.exitcode:
-                return
+                return True
+    return True
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
@@ -103,61 +146,53 @@ def _result(folder: Path, codes: Sequence[int | None]) -> dict[str, Any]:
 def _process(job: Job, rank: int, folder: str) -> None:
     os.dup2(2, 1)  # stdout belongs to the result
     try:
-        result = _checked(job, rank, folder)
+        result = _done(job, rank, folder)
         if result is not None:
             (Path(folder) / "result.json").write_text(json.dumps(result), encoding="utf-8")
     except Exception as error:
         failures.leave(Path(folder), rank, error)
 
 
-def _checked(job: Job, rank: int, folder: str) -> dict[str, Any] | None:
+def _done(job: Job, rank: int, folder: str) -> dict[str, Any] | None:
     import logging
 
     import torch
-    import torch.distributed as dist
-
-    from longspan.check.run import run_check
 
     for library in ("transformers", "huggingface_hub"):
         logging.getLogger(library).setLevel(logging.CRITICAL)  # what goes wrong is raised
-    settings = job.settings
-    device = _device(job.device, rank, settings.sp)
-    config = _config(settings.model)
+    device = choose_device(job.device, rank, job.processes)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    if settings.sp > 1:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=settings.sp,
-            timeout=_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
-    result = run_check(config, settings, device)
-    if settings.sp > 1:
-        dist.destroy_process_group()
-    return result
+    if job.processes == 1 and not job.grouped:
+        return job.run(device)
+    with _group(device, job.processes, rank, f"file://{folder}/store"):
+        return job.run(device)
 
 
-def _config(name: str) -> Any:
-    """Read the model's configuration.
+@contextmanager
+def _group(device: Any, size: int, rank: int, store: str) -> Iterator[None]:
+    """Be part of the default process group."""
+    import torch.distributed as dist
+
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=size,
+        timeout=_TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    yield
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that no longer come
+
+
+def choose_device(asked: str, rank: int, processes: int) -> Any:
+    """Return a process's device; `auto` is a GPU each if there are as many.
 
     Raises:
-        ConfigError: there is none, or no sense in it.
+        TopologyError: too few GPUs.
     """
-    from longspan.config import ModelConfig
-    from longspan.integrations.models import load_model_config
-
-    try:
-        return load_model_config(ModelConfig(name=name, init="random"))
-    except ConfigError as error:
-        raise ConfigError(f"--model: {str(error).removeprefix('model.name: ')}") from None
-    except Exception as error:  # what is wrong with a file shows in many ways
-        raise ConfigError(f"--model: cannot read {name!r} ({type(error).__name__}: {error})") from None
-
-
-def _device(asked: str, rank: int, processes: int) -> Any:
     import torch
 
     count = torch.cuda.device_count()

@@ -116,6 +116,21 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     return model
 
 
+def untrained_model(config: PretrainedConfig, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Build a model on its device with the weights that its family starts training from, the same on every process.
+
+    Raises:
+        ConfigError: the configuration does not make a causal language model.
+    """
+    torch.manual_seed(seed)
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{type(config).__name__} does not make a causal language model: {error}") from error
+    return model.train()
+
+
 def chooses_rope_by_length(config: PretrainedConfig) -> bool:
     """Tell whether rotary frequencies depend on the largest position of a batch (LongRoPE, dynamic NTK)."""
     rope: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}

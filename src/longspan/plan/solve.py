@@ -93,7 +93,7 @@ def solve(setup: Setup, rebuilds: bool = True, below_s: float = math.inf) -> Cho
             continue
         best = min(_candidates(costs, room, ledger, rebuilds, below_s), key=lambda c: c[0], default=None)
         if best is not None:
-            found.append(_choice(costs, ledger, room, *best[1:]))
+            found.append(choice_of(costs, ledger, room, *best[1:]))
     return min(found, key=lambda choice: choice.step_s, default=None)
 
 
@@ -101,7 +101,7 @@ def forced(costs: Costs, keep: Keep) -> Choice:
     """Return the choice that every layer keeps the same, whether it fits or not."""
     graphs = costs.count if keep is Keep.GRAPH else 0
     runs = tuple(Run(i, i + 1, keep) for i in range(costs.count - graphs))
-    return _choice(costs, Ledger(costs.setup), Room(math.inf, (math.inf,) * costs.count, Budget()), runs, graphs)
+    return choice_of(costs, Ledger(costs.setup), Room(math.inf, (math.inf,) * costs.count, Budget()), runs, graphs)
 
 
 def fits(setup: Setup, rebuilds: bool = True) -> bool:
@@ -314,7 +314,7 @@ def _chains(costs: Costs, room: Room, start: int, held: float) -> tuple[Run, ...
     return best
 
 
-def _choice(costs: Costs, ledger: Ledger, room: Room, runs: tuple[Run, ...], graphs: int) -> Choice:
+def choice_of(costs: Costs, ledger: Ledger, room: Room, runs: tuple[Run, ...], graphs: int) -> Choice:
     """Work out the bytes and seconds of a choice."""
     clock, setup = costs.clock, costs.setup
     streamed = costs.count - graphs

@@ -28,6 +28,7 @@ def timeline(work: Callable[[], Any]) -> str:
         Lines: wall, busy and idle seconds; per kind its kernel seconds and those under which no other kind ran; the
         longest kernels; the largest gaps with what stands around them.
     """
+    from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -38,7 +39,7 @@ def timeline(work: Callable[[], Any]) -> str:
     events = [
         (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
         for e in found.kineto_results.events()
-        if e.device_type() == torch.autograd.DeviceType.CUDA and e.duration_ns() > 0 and "annotation" not in e.name()
+        if e.device_type() == DeviceType.CUDA and e.duration_ns() > 0 and "annotation" not in e.name()
     ]
     return describe(sorted(events))
 
