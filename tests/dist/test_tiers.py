@@ -167,8 +167,8 @@ def test_compiled_halves_are_exact(run_ranks: RunRanks) -> None:
     assert max(errors) < TOLERANCE, errors
 
 
-def attentions(memory: Memory, degrees: tuple[int, int]) -> float:
-    """Count how often attention runs forward in one step, over the layers of a model."""
+def runs(memory: Memory, degrees: tuple[int, int]) -> tuple[float, int]:
+    """Count how often attention runs forward in one step, over all layers, and a layer so that another is rebuilt."""
     model = build("llama", layers=memory_layers(memory))
     calls = []
     kind = Ring if degrees[1] > 1 else Prefix
@@ -182,9 +182,10 @@ def attentions(memory: Memory, degrees: tuple[int, int]) -> float:
         model, degrees[0] * degrees[1], ulysses_degree=degrees[0], ring_degree=degrees[1], memory=memory
     )
     part = handle.shard(PACKED.batch())
-    with patch.object(kind, "forward", counted):
+    advance = patch.object(Segment, "_advance", autospec=True, side_effect=Segment._advance)
+    with patch.object(kind, "forward", counted), advance as advanced:
         model(**part).loss.backward()
-    return len(calls) / (1 if degrees[1] > 1 else len(part["longspan"].tiles.local))
+    return len(calls) / (1 if degrees[1] > 1 else len(part["longspan"].tiles.local)), advanced.call_count
 
 
 def memory_layers(memory: Memory) -> int:
@@ -194,24 +195,26 @@ def memory_layers(memory: Memory) -> int:
 
 @DEGREES
 @pytest.mark.parametrize(
-    ("keep", "rebuilt", "expected"),
+    ("keep", "rebuilt", "attended", "advanced"),
     [
-        ("x+O O O O", "x+O", 4),
-        ("x O O O", "x+O", 5),
-        ("x none none none", "x+O", 8),
-        ("x none none none", "O", 8),
-        ("x+O none none none", "x+O", 7),
-        ("x+O none O none", "O", 6),
-        ("x none none none", "none", 2 + 3 + 3 + 3),
-        ("x none none none", "x", 2 + 3 + 3 + 3),
+        ("x+O O O O", "none none none none", 4, 3 + 2 + 1),
+        ("x O O O", "x+O x+O x+O x+O", 5, 3 + 2 + 1),
+        ("x none none none", "x+O x+O x+O x+O", 8, 3),
+        ("x none none none", "O O O O", 8, 3 + 2 + 1),
+        ("x+O none none none", "x+O x+O x+O x+O", 7, 3),
+        ("x+O none none none", "O O x+O O", 7, 3 + 1),
+        ("x+O none O none", "O O O O", 6, 3 + 2 + 1),
+        ("x none none none", "none none none none", 2 + 3 + 3 + 3, 3 + 2),
+        ("x none none none", "x x x x", 2 + 3 + 3 + 3, 3),
     ],
 )
-def test_attention_runs_forward_so_often(
-    run_ranks: RunRanks, degrees: tuple[int, int], keep: str, rebuilt: str, expected: int
+def test_layers_run_so_often(
+    run_ranks: RunRanks, degrees: tuple[int, int], keep: str, rebuilt: str, attended: int, advanced: int
 ) -> None:
-    memory = Memory(5, tuple(Keep(k) for k in keep.split()), None, Keep(rebuilt))
-    counts = run_ranks(degrees[0] * degrees[1], attentions, memory, degrees)
-    assert counts == [expected] * len(counts)
+    again = tuple(Keep(k) for k in rebuilt.split())
+    memory = Memory(5, tuple(Keep(k) for k in keep.split()), None, again)
+    counts = run_ranks(degrees[0] * degrees[1], runs, memory, degrees)
+    assert counts == [(attended, advanced)] * len(counts)
 
 
 def sharded_errors(memories: list[Memory], size: int) -> float:
