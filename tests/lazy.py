@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ class LazyLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.turn = threading.Lock()
         self.queue: list[tuple[Any, list[tuple[_Part, _Part]]]] = []
 
     def join(self, done: Any) -> None:
@@ -37,7 +39,8 @@ class LazyLane(Lane):
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Any) -> Any:
         done = _Done(self)
-        self.queue.append((done, [(_Part(target), _Part(source)) for target, source in pairs]))
+        with self.turn:
+            self.queue.append((done, [(_Part(target), _Part(source)) for target, source in pairs]))
         return done
 
 
@@ -46,6 +49,7 @@ class _Done:
         self.lane = lane
 
     def synchronize(self) -> None:
-        while any(done is self for done, _ in self.lane.queue):
-            for target, source in self.lane.queue.pop(0)[1]:
-                target.tensor().copy_(source.tensor())
+        with self.lane.turn:  # a file's thread and the main thread wait on one lane
+            while any(done is self for done, _ in self.lane.queue):
+                for target, source in self.lane.queue.pop(0)[1]:
+                    target.tensor().copy_(source.tensor())

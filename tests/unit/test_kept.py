@@ -28,6 +28,7 @@ def test_bytes_of_an_8b_model() -> None:
     kib = {keep: kept_bytes(keep, SIZE) / 1024 / SIZE.tokens for keep in Keep}
     assert kib == {
         Keep.GRAPH: 0,
+        Keep.PRODUCTS: 8 + 8.125 + 4 + 8,
         Keep.X_O_KV: 8 + 8.125 + 4,
         Keep.X_O: 8 + 8.125,
         Keep.X: 8,
