@@ -125,8 +125,9 @@ def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_a_new_level_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     handle = longspan.prepare(build("llama"), 1)
     on(handle, 100 * GIB, backend="aot_eager")
-    for tokens in (8192, 8192, 2048, 8192):
+    for tokens in (5000, 5000, 5002, 8192):
         handle.shard({"input_ids": torch.ones(1, tokens).long()} | {"labels": torch.ones(1, tokens).long()})
+    assert len(automatic_of(handle).plans) == 3
     assert len(told(capsys)) == len({p.memory for p in automatic_of(handle).plans.values()}) == 2
     assert handle.plan.seq_len == 8192
     assert handle.plan.reasons[0].startswith("4 query heads")
@@ -201,3 +202,13 @@ def test_optimizer_is_counted() -> None:
     made = automatic.plan(handle.model, 1, 4096)
     count = sum(p.numel() for p in handle.model.parameters())
     assert made.gpu_bytes["parameters"] == made.gpu_bytes["optimizer"] // 2 == 8 * count
+
+
+@pytest.mark.parametrize(("replicas", "sharded", "rebuilds"), [(1, True, True), (2, True, False), (2, False, True)])
+def test_replicas_that_share_parameters_do_not_rebuild(replicas: int, sharded: bool, rebuilds: bool) -> None:
+    """Their rows may have other lengths, and so other decisions; gathering parameters is for all ranks or none."""
+    handle = longspan.prepare(build("llama"), 1)
+    mesh = replace(handle.mesh, data=replace(handle.mesh.data, size=replicas))
+    task = replace(automatic_of(handle), mesh=mesh)._task(handle.model, sharded)
+    assert task.rebuilds is rebuilds
+    assert task.engine == ("fsdp2" if sharded else "ddp")

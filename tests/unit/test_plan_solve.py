@@ -21,6 +21,7 @@ from longspan.plan.setup import OPTIMIZERS, Setup
 from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Room, _candidates, _least, _segments, _stack_fits, fits, solve
 from longspan.plan.tiles import tile_tokens
+from longspan.plan.time import Clock
 
 
 @cache
@@ -238,3 +239,31 @@ def test_tiles_leave_little(shard: int, most: int) -> None:
 def test_few_tile_sizes_for_odd_lengths() -> None:
     sizes = {tile_tokens(shard, 16_384) for shard in range(1025, 70_000, 2)}
     assert len(sizes) <= 5
+
+
+def test_states_of_a_segment() -> None:
+    """While its layers run backward, a rebuilt segment holds O of each, and x of each or of the first."""
+    costs = Costs(setup(1 << 17))
+    x, out = costs.x[0], costs.out[0]
+    for count in (1, 2, 5):
+        both, outs = (Run(3, 3 + count, Keep.X, Keep.NONE, rebuilt) for rebuilt in (Keep.X_O, Keep.OUT))
+        assert costs.held(both) == costs.held(outs) == x
+        assert costs.states(both, 2 + count) == count * (x + out)
+        assert costs.states(outs, 2 + count) == x + count * out
+        assert costs.states(both, 3) == costs.states(outs, 3) == x + out
+    chain = Run(0, 4, Keep.X_O, Keep.OUT)
+    assert costs.held(chain) == costs.states(chain, 3) == x + 4 * out
+
+
+def test_products_that_run_again() -> None:
+    """Of a compiled layer that keeps k and v, 69 % of the products; of one that runs eagerly, all; attention never."""
+    for compiled, share in ((True, 0.692), (False, 1.0)):
+        clock = Clock(setup(1 << 17, compiled=compiled))
+        layer = clock.setup.shape.layers[0]
+        products = clock.products_s(layer.active)
+        elementwise = clock.elementwise_s(layer, backward=False) * (0.5 if compiled else 1)
+        again = clock.again_s(layer, Keep.X_O_KV)
+        assert again - elementwise == pytest.approx(share * products, rel=1e-2)
+        more = clock.again_s(layer, Keep.X) - clock.again_s(layer, Keep.X_O)
+        assert more >= clock.attention_s(layer)[0]
+    assert Clock(setup(1 << 17)).again_s(layer, Keep.PRODUCTS) < 0.2 * products
