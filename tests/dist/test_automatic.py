@@ -19,6 +19,7 @@ from longspan.errors import ConfigError
 from longspan.integrations.transformers.automatic import Automatic, Place
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.machine import GIB, MACHINES, KernelRate
+from longspan.plan.memory import HOST_RESERVE_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
 from longspan.plan.plan import Plan
 from longspan.plan.setup import Optimizer
 
@@ -47,7 +48,7 @@ def decisions(handle: Any, rows: int, tokens: int) -> Iterator[tuple[int, Memory
     seen = set()
     size = 8.0
     while True:
-        device_bytes = round((3 * GIB + size * (1 << 20)) / 0.98)
+        device_bytes = round((RESERVE_BYTES + size * (1 << 20)) / (1 - RESERVE_SHARE))
         try:
             memory = on(handle, device_bytes).plan(handle.model, rows, tokens).memory
         except ConfigError:
@@ -147,7 +148,7 @@ def test_on_a_small_cpu_they_do_not() -> None:
     machine = MACHINES["cpu"]
     sizes = []
     for mib in (1024, 40, 20):
-        place = Place(machine, round((2 * GIB + mib * (1 << 20)) / 0.96), 0, 1)
+        place = Place(machine, round((HOST_RESERVE_BYTES + mib * (1 << 20)) / (1 - HOST_RESERVE_SHARE)), 0, 1)
         handle.automatic = replace(automatic_of(handle), place=place, plans={}, tasks={})
         memory = automatic_of(handle).plan(handle.model, 1, 4096).memory
         assert memory is not None and memory.compile is None
