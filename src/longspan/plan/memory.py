@@ -23,7 +23,7 @@ Bytes = dict[str, float]
 LOGIT_TILE_ELEMENTS = 1 << 28
 """Elements of the logits of one tile of the loss; `tiling.py` makes 1 GiB of float32 of them."""
 
-RESERVE_BYTES, RESERVE_SHARE = 4 * GIB, 0.02
+RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.02
 """Of a device: the context of the driver, buffers of collectives, workspaces, and what an allocator cannot use."""
 
 MOVING_BYTES = 4 << 30
@@ -169,6 +169,8 @@ class Ledger:
             "optimizer": shape.trained * optimizer.state_bytes / setup.shards,
             "inputs": setup.local * (40 + 2 * shape.layers[0].head_dim * setup.itemsize),
         }
+        if setup.ulysses > 1 and setup.cluster.machine.on_gpu:
+            causes["exchanges"] = self._slots
         if setup.gathers:
             layers = 0 if layers_after is None else self._gathered
             causes["gathered parameters"] = shape.outside * setup.itemsize + layers
@@ -177,6 +179,13 @@ class Ledger:
             waiting = WAITING_BYTES if optimizer.in_backward else 0
             causes["gradients"] = done * optimizer.gradient_bytes / setup.shards + self._head_gradient + waiting
         return causes
+
+    @property
+    def _slots(self) -> float:
+        """Shared buffers of the copy engines: of their own, and four for the largest exchange of a tile, with slack."""
+        setup = self.setup
+        largest = max(layer.query_width + 2 * layer.out_width for layer in setup.shape.layers) * setup.tile
+        return (1 << 28) + 4 * min(1.25 * largest * setup.itemsize, GIB)
 
     @property
     def _gathered(self) -> float:
