@@ -91,5 +91,11 @@ def test_too_much_is_told_with_numbers() -> None:
         ConfigError, match=r"keep 3\.000 GiB .* gpu_bytes has 1\.000 GiB left and host_bytes 0 bytes: 2"
     ):
         assign([1 << 30] * 3, Budget(1 << 30))
-    with pytest.raises(ConfigError, match="neither has room for all that one layer keeps"):
-        assign([2, 2], Budget(3, 1))
+    with pytest.raises(ConfigError, match="are missing|1 bytes"):
+        assign([2, 2], Budget(2, 1))
+
+
+def test_a_layer_that_fits_no_tier_whole_is_divided() -> None:
+    assert assign([2, 2], Budget(3, 1)) == [Tier.GPU, Tier.GPU]
+    with pytest.raises(ConfigError):
+        assign([2, 2, 1], Budget(3, 1))

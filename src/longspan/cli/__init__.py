@@ -2,10 +2,10 @@
 
 import logging
 
-from longspan.cli.app import app, main
-
-__all__ = ["app", "main"]
-
 for _library in ("torchao", "torch.utils._pytree"):
     # Where torchao is installed, transformers imports it, and each process would tell of its parts that fit other GPUs.
     logging.getLogger(_library).setLevel(logging.ERROR)
+
+from longspan.cli.app import app, main  # noqa: E402  (its imports may load that library)
+
+__all__ = ["app", "main"]

@@ -192,6 +192,8 @@ class Stash:
 
     def _leave(self, tensors: list[Tensor], tier: Tier) -> list[Tensor] | None:
         full, store = [t for t in tensors if t.numel()], self._stores.get(tier)
+        if not full:
+            return tensors
         taken = store.arena.take(full) if store else None
         if store is None or taken is None:
             return None
