@@ -16,8 +16,8 @@ SETTINGS = {
     "8/x,none*2/eager/gpu=64424509440,host=1073741824,rebuilt=O": Memory(
         8, (Keep.X, Keep.NONE, Keep.NONE), "eager", Keep.OUT, Budget(60 << 30, 1 << 30)
     ),
-    "8/x,none*2/-/gpu=0,host=7,directory=/tmp/x,rebuilt=x+O:O*2": Memory(
-        8, (Keep.X, Keep.NONE, Keep.NONE), None, (Keep.X_O, Keep.OUT, Keep.OUT), Budget(0, 7, "/tmp/x")
+    "8/x,none*2/-/gpu=0,host=7,directory=/tmp/x,moving=9,rebuilt=x+O:O*2": Memory(
+        8, (Keep.X, Keep.NONE, Keep.NONE), None, (Keep.X_O, Keep.OUT, Keep.OUT), Budget(0, 7, "/tmp/x", 9)
     ),
 }
 

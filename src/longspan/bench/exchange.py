@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longspan.attention.build import Attend
 from longspan.attention.schedule import Schedule
-from longspan.bench.clock import Deadline, largest, median, rounds_ms
+from longspan.bench.clock import Deadline, largest, median, rounds_ms, timed
 from longspan.bench.gate import first_failure
 from longspan.bench.measure import tell
 from longspan.bench.results import DONE, Results, Target
@@ -40,6 +40,7 @@ _FIGURES = {"q to heads, borrowed": "P7", "q to heads": "P7_ordinary"}
 """Results that are borrowed serve until the third exchange after; ordinary ones belong to the caller."""
 
 _CLOSE = 2e-2
+_WARM_UP = 10
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,11 @@ def measure_exchange(asked: Exchanging, target: Target, deadline: Deadline, devi
                 for borrow in ((False, True) if axis.copier else (False,))
             }
             for direction, work in works.items():
-                if not deadline.allows(1.0, device):
+                seconds, _ = timed(lambda work=work: work().wait(), device)
+                if not deadline.allows(seconds * (asked.times + _WARM_UP), device):
                     return _closed(results)
                 row = results.begin({"name": f"{name} {direction}", "way": way})
-                spread = rounds_ms(lambda work=work: work().wait(), asked.times, 10, device)
+                spread = rounds_ms(lambda work=work: work().wait(), asked.times, _WARM_UP, device)
                 row |= {"median_ms": round(largest(median(spread), device), 4)}
                 row |= {"p90_ms": round(largest(sorted(spread)[len(spread) * 9 // 10], device), 4), "state": DONE}
                 standard = asked.payload_bytes == STANDARD_BYTES and heads == Heads()
@@ -125,7 +127,7 @@ def measure_attention(asked: Exchanging, target: Target, deadline: Deadline, dev
         for way, mesh in meshes.items():
             if not _proven(results, f"{way} {name}", partial(_wrong_attention, mesh, kernel, name, heads, device)):
                 continue
-            if not deadline.allows(1.0, device):
+            if not deadline.allows(2e-3 * alone * asked.times, device):
                 return _closed(results)
             row = results.begin({"name": name, "way": way, "kernel_alone_ms": round(alone, 4)})
             ms = largest(attention_ms(mesh, kernel, mask, heads, asked.times), device)

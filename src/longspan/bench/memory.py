@@ -3,7 +3,7 @@
 `TILE/KEEP/COMPILE[/NAME=VALUE,...]`: `16384/x,none*6,x,none*6/inductor/gpu=60GiB,host=100GiB,rebuilt=O`. TILE is the
 tokens of a rank per tile, `-` for one tile. KEEP is one decision for all layers or a list, in which `x*3` stands for
 three. COMPILE is a backend of torch.compile, `-` for none. Then, optionally, the budgets of the tiers `gpu`, `host` and
-`directory`, and what layers keep that are `rebuilt` (a list is separated by `:`).
+`directory` and of what is `moving` between them, and what layers keep that are `rebuilt` (a list is separated by `:`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def format_memory(memory: Memory) -> str:
         options.append(f"host={memory.budget.host_bytes}")
     if memory.budget.directory is not None:
         options.append(f"directory={memory.budget.directory}")
+    if memory.budget.moving_bytes is not None:
+        options.append(f"moving={memory.budget.moving_bytes}")
     if memory.rebuilt != Memory().rebuilt:
         options.append(f"rebuilt={_told(memory.rebuilt, ':')}")
     return "/".join([tile, _told(memory.keep, ","), memory.compile or "-", *([",".join(options)] if options else [])])
@@ -119,14 +121,11 @@ def _with_options(memory: Memory, text: str) -> Memory:
     given: dict[str, str] = {}
     for option in text.split(","):
         name, _, value = option.partition("=")
-        if name not in ("gpu", "host", "directory", "rebuilt") or not value:
-            raise ConfigError(f"{option!r} is no option; use gpu=, host=, directory=, rebuilt=.")
+        if name not in ("gpu", "host", "directory", "moving", "rebuilt") or not value:
+            raise ConfigError(f"{option!r} is no option; use gpu=, host=, directory=, moving=, rebuilt=.")
         given[name] = value
-    budget = Budget(
-        parse_bytes(given["gpu"]) if "gpu" in given else None,
-        parse_bytes(given.get("host", "0")),
-        given.get("directory"),
-    )
+    sizes = {name: parse_bytes(given[name]) for name in ("gpu", "host", "moving") if name in given}
+    budget = Budget(sizes.get("gpu"), sizes.get("host", 0), given.get("directory"), sizes.get("moving"))
     rebuilt = _decisions(given["rebuilt"], ":") if "rebuilt" in given else memory.rebuilt
     return replace(memory, budget=budget, rebuilt=rebuilt)
 

@@ -17,12 +17,21 @@ import typer
 
 from longspan.bench.settings import AUTO, Asked, Setting, Work, settings_of
 from longspan.cli.allocator import choose_allocator
-from longspan.cli.bench_flags import AttentionFlags, ExchangeFlags, FitFlags, Flags, StepFlags, TableFlags, WorkFlags
+from longspan.cli.bench_flags import (
+    AllFlags,
+    AttentionFlags,
+    ExchangeFlags,
+    FitFlags,
+    Flags,
+    StepFlags,
+    TableFlags,
+    WorkFlags,
+)
 from longspan.cli.bench_jobs import ExchangeJob, WorkJob
 from longspan.cli.flags import with_flags
 from longspan.cli.ranks import has_gpu, join, start
 from longspan.config.schema import parse_size
-from longspan.errors import ConfigError, TrainingError
+from longspan.errors import ConfigError, LongspanError, TrainingError
 
 bench = typer.Typer(
     name="bench",
@@ -104,24 +113,13 @@ def attention(**flags: Any) -> None:
 
 
 @bench.command(name="all")
-@with_flags(StepFlags)
+@with_flags(AllFlags)
 def every(**flags: Any) -> None:
-    """Run exchange, attention, step and fit after each other, with the plan's longest row for fit."""
-    given = StepFlags(**flags)
+    """Run exchange, attention, step and fit after each other; one that cannot be done leaves the others."""
+    given = AllFlags(**flags)
     if "RANK" in os.environ:
         raise ConfigError("bench all starts processes of its own; leave torchrun out.")
-
-    def run_all(run: Run) -> list[dict[str, Any]]:
-        parts = {name: getattr(given, name) for name in Flags.__dataclass_fields__}
-        work = {name: getattr(given, name) for name in WorkFlags.__dataclass_fields__}
-        found: list[dict[str, Any]] = []
-        if _processes(given) > 1:
-            found += _exchange(ExchangeFlags(**parts), run)
-            found += _attention(AttentionFlags(**parts, kernel=given.kernel), run)
-        found += _steps(given, run)
-        return found + _fits(FitFlags(**work), run)
-
-    _finish(given, run_all)
+    _finish(given, lambda run: _every(given, run))
 
 
 @bench.command()
@@ -160,6 +158,29 @@ def _finish(flags: Flags, measure: Callable[[Run], list[dict[str, Any]]]) -> Non
     ours = [row for content in contents for row in content["rows"] if row.get("system", "longspan") == "longspan"]
     if not all(row["state"] in (DONE, STOPPED) for row in ours):
         raise typer.Exit(1)
+
+
+def _every(flags: AllFlags, run: Run) -> list[dict[str, Any]]:
+    shared: dict[str, Any] = {name: getattr(flags, name) for name in Flags.__dataclass_fields__}
+    shared["heads"] = flags.heads
+    work: dict[str, Any] = {name: getattr(flags, name) for name in WorkFlags.__dataclass_fields__}
+    work["seq_len"] = flags.fit_seq_len or ("3M" if _processes(flags) > 1 else "1200K")
+    exchange, fits = ExchangeFlags(**shared, payload_mib=flags.payload_mib), FitFlags(**work)
+    attention = AttentionFlags(**shared, kernel=flags.kernel, seq_len=flags.attention_seq_len)
+    parts: list[Callable[[], list[dict[str, Any]]]] = [lambda: _steps(flags, run), lambda: _fits(fits, run)]
+    if _processes(flags) > 1:
+        parts = [lambda: _exchange(exchange, run), lambda: _attention(attention, run), *parts]
+    found: list[dict[str, Any]] = []
+    errors: list[LongspanError] = []
+    for part in parts:
+        try:
+            found += part()
+        except LongspanError as error:
+            print(f"Error: {error}", file=sys.stderr, flush=True)
+            errors.append(error)
+    if errors and not found:
+        raise errors[0]
+    return found
 
 
 def _steps(flags: StepFlags, run: Run) -> list[dict[str, Any]]:

@@ -132,6 +132,20 @@ class AttentionFlags(HeadFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AllFlags(StepFlags):
+    """The command line of `bench all`."""
+
+    fit_seq_len: Annotated[
+        str | None, _option("Tokens of the row to prove. (default: 3M; 1200K for one process)", "SIZE")
+    ] = None
+    attention_seq_len: Annotated[str, _option("Tokens of the row that attention is measured on.", "SIZE")] = "128K"
+    payload_mib: Annotated[int, _option("MiB that each process exchanges.", "N", min=1)] = 512
+    heads: Annotated[str, _option("Query heads, KV heads and head size of exchange and attention.", "H:K:D")] = (
+        "32:8:128"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TableFlags:
     """The command line of `bench table`."""
 

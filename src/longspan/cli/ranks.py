@@ -65,7 +65,7 @@ def start(job: Job, limit_s: float | None = None) -> dict[str, Any]:
     forks = "forkserver" in mp.get_all_start_methods() and not has_gpu()
     context: Any = mp.get_context("forkserver" if forks else "spawn")
     if forks:
-        context.set_forkserver_preload(list(job.modules))
+        context.set_forkserver_preload(["longspan.cli", *job.modules])  # the first keeps other libraries quiet
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         ranks = [
             context.Process(target=_process, args=(job, rank, folder), daemon=True) for rank in range(job.processes)
