@@ -48,7 +48,8 @@ def decisions(handle: Any, rows: int, tokens: int) -> Iterator[tuple[int, Memory
     seen = set()
     size = 8.0
     while True:
-        device_bytes = round((RESERVE_BYTES + size * (1 << 20)) / (1 - RESERVE_SHARE))
+        slots = (1 << 28) * (handle.mesh.ulysses.size > 1)
+        device_bytes = round((RESERVE_BYTES + slots + size * (1 << 20)) / (1 - RESERVE_SHARE))
         try:
             memory = on(handle, device_bytes).plan(handle.model, rows, tokens).memory
         except ConfigError:

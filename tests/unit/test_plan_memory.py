@@ -115,7 +115,7 @@ def test_measured_on_two_h200(llama8b: ModelShape, keep: str, tokens: int) -> No
     """Memory within 10 %, time within 15 % of the committed measurements."""
     (row,) = (row for row in measured(keep) if row["tokens"] == tokens)
     choice = predicted(llama8b, tokens, keep)
-    peak_gib = sum(size for cause, size in choice.gpu_bytes.items() if cause != "reserve") / GIB
+    peak_gib = sum(size for cause, size in choice.gpu_bytes.items() if cause not in ("reserve", "exchanges")) / GIB
     assert peak_gib == pytest.approx(row["peak_gib"], rel=0.10)
     assert choice.step_s == pytest.approx(row["step_s"], rel=0.15)
 
@@ -125,7 +125,7 @@ def test_measured_training_of_1b() -> None:
     row = json.loads((RESULTS / "train-llama-1b-32k_h200x2_2026-11-29.json").read_text())
     setup = two_h200(model_shape("llama-1b"), 32_768, compiled=False)
     choice = forced(Costs(setup), Keep.GRAPH)
-    peak_gib = sum(size for cause, size in choice.gpu_bytes.items() if cause != "reserve") / GIB
+    peak_gib = sum(size for cause, size in choice.gpu_bytes.items() if cause not in ("reserve", "exchanges")) / GIB
     assert peak_gib == pytest.approx(row["peak_gpu_gib"], rel=0.10)
     assert choice.step_s == pytest.approx(row["median_step_s"], rel=0.35)  # not compiled: outside what is promised
 

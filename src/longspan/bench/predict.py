@@ -21,6 +21,9 @@ from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
 from longspan.plan.solve import Room, choice_of
 
+_UNCOUNTED = ("reserve", "exchanges")
+"""Bytes that are not torch's allocator's, whose peak is measured."""
+
 
 @dataclass(frozen=True)
 class Host:
@@ -69,7 +72,7 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
     choice = choice_of(costs, Ledger(setup, staged), room, *runs)
     return {
         "predicted_s": round(choice.step_s, 3),
-        "predicted_gib": round((sum(choice.gpu_bytes.values()) - choice.gpu_bytes["reserve"]) / GIB, 2),
+        "predicted_gib": round(sum(n for cause, n in choice.gpu_bytes.items() if cause not in _UNCOUNTED) / GIB, 2),
         "predicted_host_gib": round(host.gpus * sum(choice.host_bytes.values()) / GIB, 2),
     }
 

@@ -107,14 +107,14 @@ class DataConfig(Section):
 class MemoryConfig(Section):
     """What layers keep for backward."""
 
-    keep: Literal["graph", "x+O+KV", "x+O", "x"] = _field(
-        "What a layer keeps from forward to backward: 'graph' all activations, computing nothing again; 'x+O+KV' its "
+    keep: Literal["auto", "graph", "x+O+KV", "x+O", "x"] = _field(
+        "What a layer keeps from forward to backward: 'auto' what the plan chooses; 'graph' all activations, computing nothing again; 'x+O+KV' its "
         "input, attention output, keys and values; 'x+O' projects keys and values again; 'x' runs attention again too.",
-        "graph",
+        "auto",
         example="x+O",
     )
     tile_tokens: Size | None = _field(
-        "Run a layer on this many tokens of a process at a time; null: all at once. Needs another keep than 'graph'.",
+        "Run a layer on this many tokens of a process at a time; null: all at once. Needs a keep that runs layers again.",
         None,
         unit="tokens",
         example="16K",
@@ -248,9 +248,9 @@ class RunConfig(Section):
                 f"ulysses_degree {ulysses} x ring_degree {ring} does not make sequence_parallel_size {sp}: set one of "
                 "them to a divisor and leave the other out"
             )
-        if self.memory.tile_tokens is not None and self.memory.keep == "graph":
+        if self.memory.tile_tokens is not None and self.memory.keep in ("auto", "graph"):
             raise ValueError(
-                "memory.tile_tokens needs memory.keep: x+O (or another than graph), which runs layers in tiles"
+                "memory.tile_tokens needs memory.keep: x+O (or another than auto and graph), which runs layers in tiles"
             )
         if self.compute_dtype is not None and self.engine in ("single", "ddp"):
             raise ValueError(

@@ -115,7 +115,7 @@ def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Train
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
         kernel=config.kernel,
-        memory=Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
+        memory="auto" if config.memory.keep == "auto" else Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
         grad_reduction=engine.grad_reduction,
     )
     work = model_work(model, model.config.get_text_config())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
