@@ -22,7 +22,7 @@ class _Part:
     def tensor(self) -> Tensor:
         assert not self.ref.expired(), "memory was let go before its copy was done"
         storage = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
-        return torch.empty(0, dtype=torch.uint8).set_(storage, self.offset, (self.size,))
+        return torch.empty(0, dtype=torch.uint8).set_(storage, self.offset, (self.size,))  # type: ignore[call-overload]
 
 
 class LazyLane(Lane):

@@ -315,7 +315,7 @@ def outlived(family: str, keep: str) -> None:
         refs.append(weakref.ref(made))
         return made
 
-    handle.passage = passage
+    handle.passage = passage  # type: ignore[method-assign]
     with without_collector():
         loss = model(**part).loss
         del loss

@@ -406,7 +406,7 @@ def test_what_is_sent_is_held_until_it_has_been_waited_for() -> None:
     del sent
     assert gone() is not None
     pending.wait()
-    engine.link.world.queues.clear()
+    engine.link.world.queues.clear()  # type: ignore[attr-defined]
     assert gone() is None
     assert not engine._flying
     with pytest.raises(RuntimeError, match="taken already"):

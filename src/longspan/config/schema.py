@@ -108,13 +108,15 @@ class MemoryConfig(Section):
     """What layers keep for backward."""
 
     keep: Literal["auto", "graph", "x+O+KV", "x+O", "x"] = _field(
-        "What a layer keeps from forward to backward: 'auto' what the plan chooses; 'graph' all activations, computing nothing again; 'x+O+KV' its "
-        "input, attention output, keys and values; 'x+O' projects keys and values again; 'x' runs attention again too.",
+        "What a layer keeps from forward to backward: 'auto' what the plan chooses; 'graph' all activations, computing "
+        "nothing again; 'x+O+KV' its input, attention output, keys and values; 'x+O' projects keys and values again; "
+        "'x' runs attention again too.",
         "auto",
         example="x+O",
     )
     tile_tokens: Size | None = _field(
-        "Run a layer on this many tokens of a process at a time; null: all at once. Needs a keep that runs layers again.",
+        "Run a layer on this many tokens of a process at a time; null: all at once, or what the plan chooses. Needs a "
+        "keep that runs layers again.",
         None,
         unit="tokens",
         example="16K",
