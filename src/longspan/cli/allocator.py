@@ -6,6 +6,7 @@ import os
 
 EXPANDABLE = "expandable_segments:True"
 _OURS = "PYTORCH_CUDA_ALLOC_CONF"  # the name that every version reads
+_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _NAMES = (_OURS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -16,6 +17,7 @@ def choose_allocator() -> None:
     """
     if allocator() is None:
         os.environ[_OURS] = EXPANDABLE
+    os.environ.setdefault(_MULTICAST, "1")  # exchanges by copy engines share memory, and multicast nothing
 
 
 def allocator() -> str | None:
