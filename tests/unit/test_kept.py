@@ -99,6 +99,6 @@ def test_too_much_is_told_with_numbers() -> None:
 
 
 def test_a_layer_that_fits_no_tier_whole_is_divided() -> None:
-    assert assign([2, 2], Budget(3, 1)) == [Tier.GPU, Tier.GPU]
+    assert assign([2, 2], Budget(3, 1)) == [Tier.HOST, Tier.GPU]
     with pytest.raises(ConfigError):
         assign([2, 2, 1], Budget(3, 1))

@@ -90,7 +90,7 @@ def assign(sizes: Sequence[int], budget: Budget) -> list[Tier]:
     """Choose a tier for what each of consecutive layers keeps, given bytes per layer in the order of forward.
 
     Backward needs the last layers first and soon, so they get the fastest tier with room left, and only what does not
-    fit leaves for a slower one. A layer that fits into no tier as a whole is divided, from the fastest on.
+    fit leaves for a slower one. A layer that fits into no tier as a whole is divided, from the slowest on.
 
     Args:
         budget: what may still be used.
@@ -107,7 +107,7 @@ def assign(sizes: Sequence[int], budget: Budget) -> list[Tier]:
         if size > sum(left.values()):
             raise ConfigError(too_much(sum(sizes), budget))
         whole = next((tier for tier, room in left.items() if size <= room), None)
-        tier = next(tier for tier, room in left.items() if room > 0 or size == 0) if whole is None else whole
+        tier = next(tier for tier, room in reversed(left.items()) if room > 0) if whole is None else whole
         chosen.append(tier)
         rest: float = size
         for each in [tier, *left]:
