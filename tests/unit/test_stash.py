@@ -143,3 +143,25 @@ def test_a_closed_stash_gives_its_file_back(tmp_path: Path) -> None:
     stash.settle()
     assert not any(stash.usage.now.values())
     assert len(os.listdir("/proc/self/fd")) < before
+
+
+def test_what_a_layer_keeps_is_divided_in_order() -> None:
+    """Tensors that share memory stay together, whatever stands between them, and each comes back in its place."""
+    stash = Stash(CPU, Budget(800, 1_000), portion=1000)
+    shared = torch.arange(100, dtype=torch.float64)
+    tensors = [shared[:50], torch.full((90,), 2.0, dtype=torch.float64), shared[50:]]
+    truth = [t.clone() for t in tensors]
+    stood = stash.put(tensors, Tier.GPU)
+    found = stash.get(stood)
+    assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
+    usage = stash.usage.now
+    assert usage[Tier.GPU] == 800 and usage[Tier.HOST] >= 720
+
+
+def test_without_a_budget_memory_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of many tiles is counted once, not tile by tile."""
+    stash, counted = Stash(CPU, Budget()), []
+    measure = Stash._measure
+    monkeypatch.setattr(Stash, "_measure", lambda self: counted.append(measure(self)))
+    stash.put([torch.zeros(4) for _ in range(50)], Tier.GPU)
+    assert len(counted) == 1

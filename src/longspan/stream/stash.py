@@ -119,23 +119,35 @@ class Stash:
         """
         self.settle()
         order = list(Tier)[list(Tier).index(tier) :] + list(Tier)[: list(Tier).index(tier)][::-1]
-        stood = [stands for lot in self._lots(tensors) for stands in self._somewhere(lot, order)]
+        detached = [t.detach() for t in tensors]
+        stood = self._somewhere(detached, order)
+        if stood is None:  # together they fit nowhere
+            stood = self._divided(detached, order)
         self._measure()
         return tuple(stood)
 
-    def _lots(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Divide what a layer keeps into what must go to one tier: tensors that share memory."""
-        lots: dict[int, list[Tensor]] = {}
-        for t in tensors:
-            lots.setdefault(t.untyped_storage()._cdata, []).append(t.detach())
-        return list(lots.values())
-
-    def _somewhere(self, tensors: list[Tensor], order: Sequence[Tier]) -> list[Tensor]:
+    def _somewhere(self, tensors: list[Tensor], order: Sequence[Tier]) -> list[Tensor] | None:
+        """Put tensors into the first tier that has room for all of them."""
         for choice in order:
             stood = self._stay(tensors) if choice is Tier.GPU else self._leave(tensors, choice)
             if stood is not None:
                 return stood
-        raise ConfigError(too_much(sum(t.nbytes for t in tensors), self.left()))
+        return None
+
+    def _divided(self, tensors: list[Tensor], order: Sequence[Tier]) -> list[Tensor]:
+        """Put each tensor, with those that share its memory, into the first tier that has room for it."""
+        lots: dict[int, list[int]] = {}
+        for position, t in enumerate(tensors):
+            lots.setdefault(t.untyped_storage()._cdata, []).append(position)
+        stood = list(tensors)
+        for positions in lots.values():
+            lot = [tensors[position] for position in positions]
+            found = self._somewhere(lot, order)
+            if found is None:
+                raise ConfigError(too_much(sum(t.nbytes for t in lot), self.left()))
+            for position, stands in zip(positions, found, strict=True):
+                stood[position] = stands
+        return stood
 
     def get(self, stood: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what these stand for, on the device."""
@@ -183,10 +195,10 @@ class Stash:
 
     def _stay(self, tensors: list[Tensor]) -> list[Tensor] | None:
         storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._storages}
-        more = sum(s.nbytes() for s in storages.values())
-        limit = self.left().gpu_bytes
-        if limit is not None and more > limit:
-            return None
+        if self.budget.gpu_bytes is not None:
+            more, left = sum(s.nbytes() for s in storages.values()), self.left().gpu_bytes
+            if left is not None and more > left:
+                return None
         self._storages |= {key: (StorageWeakRef(s), s.nbytes()) for key, s in storages.items()}
         return tensors
 
