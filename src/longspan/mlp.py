@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
+from longspan.forwards import Forwards
 from longspan.tiled import cut_tokens, tile
 from longspan.tiling import Ambient
 
@@ -59,9 +60,9 @@ class TiledModules:
 
     def __init__(self, forwards: dict[str, TiledForward]) -> None:
         self._forwards = forwards
-        self._replaced = [(f.module, f.module.__dict__.get("forward")) for f in forwards.values()]
+        self._replaced = Forwards()
         for forward in forwards.values():
-            forward.module.forward = forward
+            self._replaced.replace(forward.module, forward)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,12 +71,7 @@ class TiledModules:
 
     def remove(self) -> None:
         """Give the modules their own forward back; doing so again does nothing."""
-        for module, forward in self._replaced:
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward
-        self._replaced.clear()
+        self._replaced.restore()
 
     def __enter__(self) -> TiledModules:
         return self

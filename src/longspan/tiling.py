@@ -15,11 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.kernels.protocol import wide as wide_dtype
+from longspan.plan.tiles import FIRST_LOGIT_TILE_TOKENS, LOGIT_TILE_ELEMENTS
 
 _SLICE_ELEMENTS = 1 << 24
-# 1 GiB of float32; how wide a token is shows only after the first tile.
-_TILE_ELEMENTS = 1 << 28
-_FIRST_TILE_TOKENS = 512
 
 
 @contextmanager
@@ -309,13 +307,13 @@ class Tiled:
 
         No tokens make one empty tile, so that gradients are zeros and not missing.
         """
-        start, size = 0, self.tile_tokens or _FIRST_TILE_TOKENS
+        start, size = 0, self.tile_tokens or FIRST_LOGIT_TILE_TOKENS
         while True:
             stop = min(start + size, tokens)
             width = visit(slice(start, stop))
             if stop == tokens:
                 return
-            start, size = stop, self.tile_tokens or max(1, _TILE_ELEMENTS // width)
+            start, size = stop, self.tile_tokens or max(1, LOGIT_TILE_ELEMENTS // width)
 
 
 class _Sum(torch.autograd.Function):

@@ -106,7 +106,7 @@ class _SmallBlocks:
     """Makes the keys of every call come in blocks of 7 tokens."""
 
     def __enter__(self) -> None:
-        self.patch = patch.object(prefix, "_BLOCK_TOKENS", 7)
+        self.patch = patch.object(prefix, "KEY_BLOCK_TOKENS", 7)
         self.patch.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -65,12 +65,12 @@ def test_chosen_tiles(monkeypatch):
     tiled_loss(hidden, head, labels, reduction="none").sum().backward()
     assert seen == [N, N]
     seen.clear()
-    monkeypatch.setattr(tiling, "_FIRST_TILE_TOKENS", 3)
-    monkeypatch.setattr(tiling, "_TILE_ELEMENTS", 25 * V + 1)
+    monkeypatch.setattr(tiling, "FIRST_LOGIT_TILE_TOKENS", 3)
+    monkeypatch.setattr(tiling, "LOGIT_TILE_ELEMENTS", 25 * V + 1)
     tiled_loss(hidden, head, labels, reduction="none").sum().backward()
     assert seen == [3, 25, 25, 11] * 2
     seen.clear()
-    monkeypatch.setattr(tiling, "_TILE_ELEMENTS", V // 2)
+    monkeypatch.setattr(tiling, "LOGIT_TILE_ELEMENTS", V // 2)
     tiled_loss(hidden, head, labels)
     assert seen == [3] + [1] * (N - 3)
 

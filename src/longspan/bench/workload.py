@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from longspan.bench.settings import Work
-from longspan.bench.stepping import build_stepping
 from longspan.engines import Engine, build_engine
 from longspan.integrations.random_weights import untrained_model
 from longspan.integrations.transformers import Applied, prepare
+from longspan.optim import build_optimizer, choose_stepping
 from longspan.plan.keep import Keep, Memory
 from longspan.stream.compiled import Compiler
 
@@ -112,4 +112,5 @@ def build(config: Any, work: Work, memories: Sequence[Memory], device: torch.dev
     module = engine.wrap(model, handle)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Workload(handle, module, engine, build_stepping(work, module, engine, MAX_NORM), work, device)
+    stepping = choose_stepping(build_optimizer(work.optimizer, module, lr=0.0), engine, work.in_backward, MAX_NORM)
+    return Workload(handle, module, engine, stepping, work, device)

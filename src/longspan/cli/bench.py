@@ -142,7 +142,6 @@ def _finish(flags: Flags, measure: Callable[[Run], list[dict[str, Any]]]) -> Non
     from longspan.bench.results import DONE, STOPPED
     from longspan.bench.table import rows_table
 
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read when memory is shared; nothing multicasts
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         contents = measure(Run(flags, folder))
     if not contents:  # a process of torchrun's, not the first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 
 from longspan.cli.flags import with_flags
 from longspan.config.schema import parse_size
-from longspan.errors import ConfigError, LongspanError
+from longspan.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,7 @@ def plan(**flags: Any) -> None:
     Nothing is run and no GPU is needed. Exit code 2: it does not fit, or a flag cannot be used, and why.
     """
     given = Flags(**flags)
-    try:
-        made = run(given)
-    except LongspanError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+    made = run(given)
     print(json.dumps(made.to_json()) if given.json_ else made.explain())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from longspan.config import ModelConfig
 from longspan.errors import ModelError
 from longspan.integrations.models import load_model_config
+from longspan.plan.kept import Operands
 from longspan.plan.shapes import LayerShape, ModelShape
 
 _LAST_PRODUCT = re.compile(r"(^|\.)(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear)(\.|$)")
@@ -24,19 +25,6 @@ _FUSED = re.compile(r"(^|\.)(qkv_proj|query_key_value|c_attn|qkv|wqkv)(\.|$)")
 
 _SHORT_WINDOW = 64
 """Keys that a token of a recurrent layer counts as, in place of all before it."""
-
-
-class Operands(Protocol):
-    """Sizes of a layer's attention call."""
-
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def v_head_dim(self) -> int: ...
 
 
 def model_shape(model: str | PretrainedConfig | nn.Module, operands: Sequence[Operands] | None = None) -> ModelShape:

@@ -2,7 +2,7 @@
 
 from longspan.optim.build import KINDS, build_optimizer, check_kind, set_learning_rate
 from longspan.optim.host import HostAdamW, host_bytes
-from longspan.optim.stepping import StepAfterBackward, StepInBackward, Stepping
+from longspan.optim.stepping import StepAfterBackward, StepInBackward, Stepping, choose_stepping
 
 __all__ = [
     "KINDS",
@@ -12,6 +12,7 @@ __all__ = [
     "Stepping",
     "build_optimizer",
     "check_kind",
+    "choose_stepping",
     "host_bytes",
     "set_learning_rate",
 ]

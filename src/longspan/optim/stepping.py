@@ -138,6 +138,17 @@ class StepInBackward:
         return None if self._max_norm is None else (self._max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
 
 
+def choose_stepping(
+    optimizer: torch.optim.Optimizer, engine: Engine, in_backward: bool, max_norm: float | None
+) -> Stepping:
+    """Return how steps are taken: inside backward or after it.
+
+    Raises:
+        ConfigError: see `StepInBackward`.
+    """
+    return StepInBackward(optimizer, max_norm) if in_backward else StepAfterBackward(optimizer, engine, max_norm)
+
+
 def _check_alone(parameters: list[nn.Parameter]) -> None:
     """Refuse what gets its gradient after backward, or in parts.
 

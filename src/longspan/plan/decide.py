@@ -15,7 +15,13 @@ from longspan.plan.plan import Plan
 from longspan.plan.setup import OPTIMIZERS, Optimizer, Setup
 from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Choice, fits, solve
-from longspan.plan.tiles import SMALLEST_COMPILED_TOKENS, SMALLEST_OVERLAPPED_TOKENS, largest_tile, tile_tokens
+from longspan.plan.tiles import (
+    KEY_BLOCK_TOKENS,
+    SMALLEST_COMPILED_TOKENS,
+    SMALLEST_OVERLAPPED_TOKENS,
+    largest_tile,
+    tile_tokens,
+)
 
 LENGTH_STEP = 1024
 """The longest length is a multiple of this."""
@@ -46,7 +52,7 @@ class Task:
     compiles: bool = True
     rebuilds: bool = True
     streams_norm: bool = False
-    key_block_tokens: int | None = 1 << 19
+    key_block_tokens: int | None = KEY_BLOCK_TOKENS
 
     def setups(self, tokens: int, optimizer: Optimizer) -> Iterator[Setup]:
         """Yield the setups for a length, by size of tile: the largest that is sensible, and smaller ones.

@@ -17,11 +17,9 @@ from longspan.plan.kept import LayerSize
 from longspan.plan.machine import GIB
 from longspan.plan.setup import Setup
 from longspan.plan.shapes import LayerShape
+from longspan.plan.tiles import FIRST_LOGIT_TILE_TOKENS, LOGIT_TILE_ELEMENTS
 
 Bytes = dict[str, float]
-
-LOGIT_TILE_ELEMENTS = 1 << 28
-"""Elements of the logits of one tile of the loss; `tiling.py` makes 1 GiB of float32 of them."""
 
 RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.02
 """Of a device: the context of the driver, buffers of collectives, workspaces, and what an allocator cannot use."""
@@ -219,7 +217,9 @@ class Ledger:
         """The tiles of the loss, between the head's hidden states and their gradient."""
         setup, shape = self.setup, self.setup.shape
         causes = self._state(None)
-        logits = min(setup.local * shape.vocabulary, max(LOGIT_TILE_ELEMENTS, 512 * shape.vocabulary))
+        logits = min(
+            setup.local * shape.vocabulary, max(LOGIT_TILE_ELEMENTS, FIRST_LOGIT_TILE_TOKENS * shape.vocabulary)
+        )
         causes["loss"] = logits * (12 + setup.itemsize)
         if shape.head_trained:
             causes["loss"] += shape.head * (4 + setup.itemsize)

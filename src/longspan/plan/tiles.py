@@ -10,6 +10,15 @@ STEP_TOKENS = 256
 SMALLEST_COMPILED_TOKENS = 1024
 """Shorter tiles run as they are: compiling them gains little, and lengths that small come in all sizes."""
 
+LOGIT_TILE_ELEMENTS = 1 << 28
+"""Elements of the logits of one tile of the loss: 1 GiB of float32."""
+
+FIRST_LOGIT_TILE_TOKENS = 512
+"""How wide a token is shows only after the first tile of the loss."""
+
+KEY_BLOCK_TOKENS = 1 << 19
+"""Keys of one kernel call: what kernels need besides their operands, above all in backward, grows with them."""
+
 SMALLEST_OVERLAPPED_TOKENS = 8192
 """Shards are divided for the sake of overlap into tiles of at least so many tokens."""
 

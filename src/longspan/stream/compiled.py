@@ -64,16 +64,14 @@ class Compiler:
         return self.graphs[key]
 
     def joint(
-        self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], results: int, tangents: range
+        self, function: Callable[..., Any], tensors: Sequence[Tensor], results: int, tangents: range
     ) -> Joint | None:
-        """Return a function and its derivative apart, see `joint.divide`; None if it cannot be divided."""
-        if key not in self.joints:
-            traced = _traced(function, tensors)
-            self.joints[key] = None
-            if not writes(traced):
-                forward, backward = divide(traced, results, tangents)
-                self.joints[key] = Joint(self._compiled(forward), self._compiled(backward), results)
-        return self.joints[key]
+        """Compile a function and its derivative apart, see `joint.divide`; None if it cannot be divided."""
+        traced = _traced(function, tensors)
+        if writes(traced):
+            return None
+        forward, backward = divide(traced, results, tangents)
+        return Joint(self._compiled(forward), self._compiled(backward), results)
 
     def _compiled(self, traced: torch.fx.GraphModule) -> Graph:
         return torch.compile(traced, backend=self.backend, fullgraph=True, dynamic=False)
@@ -131,11 +129,10 @@ class CompiledHalves(Halves):
         """Run the half after attention; the call it answers is not returned."""
         if x.shape[1] != self.tokens:
             return super().after(x, kwargs, out)
-        plain = super().after
+        half = self._half_after()
 
-        def function(inputs: Inputs, x: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-            y, _, choices = plain(x, inputs.kwargs, out)
-            return y, *(choices or ())
+        def function(inputs: Inputs, x: Tensor, out: Tensor) -> list[Tensor]:
+            return half(inputs, x, out)[1]
 
         (y, *choices), _ = self._run("after", function, kwargs, [x, out])
         return y, None, Choices(*choices) if choices else None
@@ -216,7 +213,7 @@ class CompiledHalves(Halves):
                 douts.append(x.new_empty(routing.router.experts, dtype=wide(x.dtype)))
             full = self._call("joint", function, kwargs, [x, out, *douts])
             results, tangents = 1 if routing is None else 3, range(2, 2 + len(douts))
-            self.compiler.joint(call.key, full.function, full.flow, results, tangents)
+            self.compiler.joints[call.key] = self.compiler.joint(full.function, full.flow, results, tangents)
         return self.compiler.joints[call.key], call
 
     def differentiate_before(

@@ -14,9 +14,7 @@ from longspan.attention.ulysses import Ulysses
 from longspan.kernels.protocol import Kernel, wide
 from longspan.layout import Piece
 from longspan.mask import Block, Mask, Work
-
-_BLOCK_TOKENS = 1 << 19
-"""Keys of one kernel call: what kernels need besides their operands, above all in backward, grows with them."""
+from longspan.plan.tiles import KEY_BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,9 @@ class Tiles:
         """Work out the tiles of a shard that `ranks` Ulysses ranks hold interleaved. Pure."""
         joined = tuple(Piece(tile.start * ranks, tile.stop * ranks) for tile in local)
         works = tuple(mask.work([tile], [tile] if tile.start == 0 else [Piece(0, tile.start), tile]) for tile in joined)
-        return cls(tuple(local), joined, tuple(tuple(blocks(work, _BLOCK_TOKENS) for work in tile) for tile in works))
+        return cls(
+            tuple(local), joined, tuple(tuple(blocks(work, KEY_BLOCK_TOKENS) for work in tile) for tile in works)
+        )
 
 
 def blocks(work: Work, tokens: int) -> tuple[Work, ...]:

@@ -20,7 +20,7 @@ from longspan.errors import ConfigError, TrainingError
 from longspan.integrations.models import build_model, write_pretrained
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.mesh import Mesh
-from longspan.optim import StepAfterBackward, StepInBackward, Stepping, build_optimizer
+from longspan.optim import Stepping, build_optimizer, choose_stepping
 from longspan.plan.keep import Keep, Memory
 from longspan.train.checkpoint import METRICS, MODEL, clear_output, save_model
 from longspan.train.data import Corpus
@@ -146,9 +146,7 @@ def _stepping(module: nn.Module, engine: Engine, config: RunConfig) -> Stepping:
     optimizer = build_optimizer(
         options.kind, module, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay
     )
-    if options.step_in_backward:
-        return StepInBackward(optimizer, options.max_grad_norm)
-    return StepAfterBackward(optimizer, engine, options.max_grad_norm)
+    return choose_stepping(optimizer, engine, options.step_in_backward, options.max_grad_norm)
 
 
 def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig) -> Row:

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.attention.build import Attend
 from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
+from longspan.forwards import Forwards
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.automatic import Automatic
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
@@ -71,7 +72,7 @@ class Applied:
         self.compared = False
         self.settings: tuple[object, ...] = ()
         self._plain_attention = cast(str, parts.model.config._attn_implementation)
-        self._replaced: list[tuple[nn.Module, Any]] = []
+        self._replaced = Forwards()
         rotaries = [(module, Rotary(module, self)) for module in parts.rotaries]
         use_attention(self.model, NAME)
         self.routers = Routers.of(parts)
@@ -97,8 +98,7 @@ class Applied:
 
     def _replace(self, forwards: Iterable[tuple[nn.Module, Any]]) -> None:
         for module, forward in forwards:
-            self._replaced.append((module, module.__dict__.get("forward")))
-            module.forward = forward
+            self._replaced.replace(module, forward)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -282,17 +282,13 @@ class Applied:
 
     def remove(self) -> None:
         """Give the model back as it was before `prepare`."""
-        for module, forward in self._replaced:
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward
+        replaced = bool(self._replaced)
+        self._replaced.restore()
         self.stash.close()
-        if self._replaced:
+        if replaced:
             use_attention(self.model, self._plain_attention)
             del self.model._longspan_applied
             self.routers.remove()
-        self._replaced.clear()
 
 
 def _check_ids(embedding: Any, ids: Any) -> None:

@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from longspan.errors import ConfigError
-from longspan.integrations.shapes import Operands, model_shape
+from longspan.integrations.shapes import model_shape
 from longspan.integrations.transformers.parts import Parts
 from longspan.mesh import Mesh
 from longspan.plan.decide import Task, plan_of
 from longspan.plan.degrees import Degrees
 from longspan.plan.keep import Budget, Keep, Memory
+from longspan.plan.kept import Operands
 from longspan.plan.machine import MACHINES, Cluster, Machine
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.plan import Plan, describe
