@@ -267,3 +267,37 @@ def test_products_that_run_again() -> None:
         more = clock.again_s(layer, Keep.X) - clock.again_s(layer, Keep.X_O)
         assert more >= clock.attention_s(layer)[0]
     assert Clock(setup(1 << 17)).again_s(layer, Keep.PRODUCTS) < 0.2 * products
+
+
+def test_host_holds_products_where_copies_are_hidden() -> None:
+    """A host's memory makes a step faster, by what need not be computed again, but only if its link keeps up."""
+    tokens = 1 << 17
+    alone = solve(setup(tokens, cluster=cluster(2, 139, 0)))
+    helped = solve(setup(tokens, cluster=cluster(2, 139, 256)))
+    assert alone is not None and helped is not None
+    assert helped.step_s < 0.98 * alone.step_s
+    assert helped.host_bytes["kept by layers"] > 50 * GIB
+    assert helped.seconds["host copies"] == 0
+    assert sum(run.first is Keep.PRODUCTS for run in helped.runs) > 20
+    moving, layer = helped.budget.moving_bytes, Costs(helped.setup).held(Run(31, 32, Keep.PRODUCTS))
+    assert moving is not None and moving >= 2 * layer, "one layer's on its way while another's is in use"
+
+    machine = replace(find_machine("h200"), host_gbs=2.0)
+    slow = solve(setup(tokens, cluster=replace(cluster(2, 139, 256), machine=machine)))
+    assert slow is not None
+    assert slow.host_bytes.get("kept by layers", 0) == 0
+    assert slow.step_s == pytest.approx(alone.step_s)
+
+
+def test_copies_that_outlast_their_layers_cost_time() -> None:
+    costs = Costs(setup(1 << 17))
+    runs = tuple(Run(i, i + 1, Keep.X_O) for i in range(costs.count))
+    size, rate = costs.held(runs[0]), costs.setup.cluster.machine.host_gbs * 1e9
+    assert costs.copies_s(runs, None) == 0
+    assert costs.copies_s(runs, costs.count * size) == 0
+    forward_s, backward_s = costs.forward[0], costs.plain[0] - costs.forward[0] + costs.extra_s(runs[0])
+    slow = Costs(replace(costs.setup, cluster=replace(cluster(), machine=replace(find_machine("h200"), host_gbs=0.5))))
+    moved_s = size / 0.5e9
+    expected = 3 * (2 * moved_s - forward_s - backward_s)
+    assert moved_s > backward_s > forward_s > size / rate
+    assert slow.copies_s(runs, (costs.count - 3) * size) == pytest.approx(expected)

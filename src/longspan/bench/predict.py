@@ -16,7 +16,7 @@ from longspan.plan.decide import Task
 from longspan.plan.degrees import choose_degrees
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.machine import find_machine
-from longspan.plan.memory import Ledger
+from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
 from longspan.plan.solve import Room, choice_of
@@ -68,8 +68,8 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
     setup = _setup(task, memory, tokens)
     costs = Costs(setup)
     room = Room(math.inf, (math.inf,) * costs.count, memory.budget)
-    staged = memory.budget.gpu_bytes is not None
-    choice = choice_of(costs, Ledger(setup, staged), room, *runs)
+    moving = 0 if memory.budget.gpu_bytes is None else memory.budget.moving_bytes or MOVING_BYTES
+    choice = choice_of(costs, Ledger(setup, moving), room, *runs)
     return {
         "predicted_s": round(choice.step_s, 3),
         "predicted_gib": round(sum(n for cause, n in choice.gpu_bytes.items() if cause not in _UNCOUNTED) / GIB, 2),

@@ -10,7 +10,7 @@ from longspan.errors import ConfigError
 from longspan.plan.degrees import Degrees
 from longspan.plan.keep import Keep
 from longspan.plan.machine import GIB, Cluster
-from longspan.plan.memory import Ledger
+from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.plan import Plan
 from longspan.plan.setup import OPTIMIZERS, Optimizer, Setup
 from longspan.plan.shapes import ModelShape
@@ -135,7 +135,7 @@ class Task:
 
     def _needs(self, tokens: int, optimizer: Optimizer) -> str:
         """Say what an optimizer needs at least, and of which there is too little."""
-        ledger = Ledger(list(self.setups(tokens, optimizer))[-1], staged=True)
+        ledger = Ledger(list(self.setups(tokens, optimizer))[-1], MOVING_BYTES)
         if ledger.host and ledger.host_capacity < 0:
             share = self.cluster.host_bytes / self.cluster.local_ranks
             needed = sum(ledger.host.values()) / GIB

@@ -27,6 +27,12 @@ RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.02
 MOVING_BYTES = 4 << 30
 """Of kept tensors that are on their way to the host or back: a layer's, in and out, up to a quarter million tokens."""
 
+
+def moving_products(setup: Setup) -> int:
+    """Return the bytes on the device where products go to the host: of a layer that runs, and of one on its way."""
+    return max(MOVING_BYTES, 2 * max(kept_bytes(Keep.PRODUCTS, setup, layer) for layer in setup.shape.layers))
+
+
 WAITING_BYTES = 1 << 30
 """Of gradients that wait for their step, where it is taken inside backward."""
 
@@ -100,11 +106,16 @@ class Ledger:
     """All bytes of a setup that do not depend on what layers keep.
 
     Args:
-        staged: whether some of what is kept lies on the host, so that the next layer's is brought back early.
+        moving_bytes: of what is kept on the host, and on its way there or back; 0: nothing leaves the device.
     """
 
     setup: Setup
-    staged: bool = False
+    moving_bytes: int = 0
+
+    @property
+    def staged(self) -> bool:
+        """Whether some of what is kept lies on the host, so that the next layer's is brought back early."""
+        return self.moving_bytes > 0
 
     @property
     def capacity(self) -> float:
@@ -298,7 +309,7 @@ class Ledger:
             return {}
         tiles = self.setup.shard_tokens / self.setup.tile
         outs = max(kept_bytes(Keep.OUT, self.setup, layer) for layer in self.setup.shape.layers)
-        return {"travelling to and from host": MOVING_BYTES + 2 * outs / max(1.0, tiles)}
+        return {"travelling to and from host": self.moving_bytes + 2 * outs / max(1.0, tiles)}
 
     def _end(self) -> Bytes:
         """The reduction of what lies outside the layers, all other gradients being there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -49,8 +50,8 @@ class Costs:
         self.x, self.out, self.graph = ([known[la][i] for la in layers] for i in range(3))
         self.more = {keep: [known[la][3][keep] for la in layers] for keep in _MORE}
         self.again = {keep: [known[la][4][keep] for la in layers] for keep in (*_MORE, Keep.X_O, Keep.X)}
-        replays, rebuilds, self.attends, self.plain, self.graph_s = (
-            [known[la][i] for la in layers] for i in range(5, 10)
+        replays, rebuilds, self.attends, self.forward, self.plain, self.graph_s = (
+            [known[la][i] for la in layers] for i in range(5, 11)
         )
         self.replays = replays
         self.sum_out, self.sum_x, self.sum_replay, self.sum_rebuild, self.sum_again = (
@@ -66,8 +67,9 @@ class Costs:
         again = {keep: clock.again_s(layer, keep) for keep in (*_MORE, Keep.X_O, Keep.X)}
         graph = graph_bytes(setup, layer, setup.local, compiled)
         attend = clock.products_s(layer.query_key_value) + clock.attention_s(layer)[0] + clock.exchange_s(layer, 2, 1)
-        plain = clock.forward_s(layer) + clock.derivative_s(layer)
-        times = (clock.replay_s(layer), clock.rebuild_s(layer), attend, plain, clock.graph_s(layer, compiled))
+        forward = clock.forward_s(layer)
+        plain, graph_s = forward + clock.derivative_s(layer), clock.graph_s(layer, compiled)
+        times = (clock.replay_s(layer), clock.rebuild_s(layer), attend, forward, plain, graph_s)
         return (x, out, graph, more, again, *times)
 
     @cached_property
@@ -116,4 +118,21 @@ class Costs:
         if run.rest is Keep.NONE:
             seconds += self.replays[a] if run.first.has_out else self.sum_rebuild[a + 1] - self.sum_rebuild[a]
             seconds += self.sum_rebuild[b - 1] - self.sum_rebuild[a + 1] + self.attends[b - 1]
+        return seconds
+
+    def copies_s(self, runs: Sequence[Run], gpu_bytes: float | None) -> float:
+        """Return by how much the copies of what does not stay on the device outlast the layers that hide them.
+
+        The last layers' stays, as it is needed first.
+        """
+        if gpu_bytes is None:
+            return 0.0
+        rate, seconds = self.setup.cluster.machine.host_gbs * 1e9, 0.0
+        for run in reversed(runs):
+            size = self.held(run)
+            moved_s, gpu_bytes = max(0.0, size - gpu_bytes) / rate, max(0.0, gpu_bytes - size)
+            layers = slice(run.start, run.stop)
+            forward_s = sum(self.forward[layers])
+            backward_s = sum(self.plain[layers]) - forward_s + self.extra_s(run)
+            seconds += max(0.0, moved_s - forward_s) + max(0.0, moved_s - backward_s)
         return seconds

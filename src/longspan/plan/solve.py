@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from longspan.plan.keep import Budget, Keep, Memory
-from longspan.plan.memory import MOVING_BYTES, Ledger, Moment, kept_bytes
+from longspan.plan.memory import MOVING_BYTES, Ledger, Moment, kept_bytes, moving_products
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
+
+WORTH_HOST = 0.99
+"""A step must take at most this share of its time to be worth using more of the host, which is pinned in seconds."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +88,25 @@ def solve(setup: Setup, rebuilds: bool = True, below_s: float = math.inf) -> Cho
     """
     costs = Costs(setup)
     below_s -= sum(costs.clock.base.values()) + costs.plain_s[-1]
-    found = []
-    for staged in (False, True):
-        ledger = Ledger(setup, staged)
+    found: Choice | None = None
+    for ledger in _ledgers(setup):
         room = _room(ledger)
         if room is None:
             continue
         best = min(_candidates(costs, room, ledger, rebuilds, below_s), key=lambda c: c[0], default=None)
         if best is not None:
-            found.append(choice_of(costs, ledger, room, *best[1:]))
-    return min(found, key=lambda choice: choice.step_s, default=None)
+            choice = choice_of(costs, ledger, room, *best[1:])
+            if found is None or choice.step_s < WORTH_HOST * found.step_s:
+                found = choice
+    return found
+
+
+def _ledgers(setup: Setup) -> Iterator[Ledger]:
+    """Yield ways to divide what is kept, from that which uses the host least."""
+    yield Ledger(setup)
+    yield Ledger(setup, MOVING_BYTES)
+    if setup.compiled and moving_products(setup) > MOVING_BYTES:
+        yield Ledger(setup, moving_products(setup))
 
 
 def forced(costs: Costs, keep: Keep) -> Choice:
@@ -107,8 +119,8 @@ def forced(costs: Costs, keep: Keep) -> Choice:
 def fits(setup: Setup, rebuilds: bool = True) -> bool:
     """Tell whether anything fits: the longest segments from the bottom up hold the least."""
     costs = Costs(setup)
-    for staged in (False, True):
-        room = _room(Ledger(setup, staged))
+    for moving_bytes in (0, MOVING_BYTES):
+        room = _room(Ledger(setup, moving_bytes))
         if room is not None and _least(costs, room, rebuilds) is not None:
             return True
     return False
@@ -130,7 +142,7 @@ def _room(ledger: Ledger) -> Room | None:
     setup = ledger.setup
     whole = max(kept_bytes(Keep.X, setup, layer) for layer in setup.shape.layers)  # hidden states go to one tier
     both = float(gpu + host - whole)
-    return Room(both, (both,) * len(free), Budget(gpu, host, moving_bytes=MOVING_BYTES))
+    return Room(both, (both,) * len(free), Budget(gpu, host, moving_bytes=ledger.moving_bytes))
 
 
 def _least(costs: Costs, room: Room, rebuilds: bool) -> list[Run] | None:
@@ -199,13 +211,13 @@ def _with_graphs(costs: Costs, room: Room, ledger: Ledger) -> Iterator[Candidate
         if graphs and (top + graph_sums[graphs] > ledger.capacity or ledger.staged):
             return
         rest, after = count - graphs, room.after_forward - graph_sums[graphs]
-        if ledger.staged:  # only what would be dear to compute again is worth a way to the host and back
+        if not ledger.staged or ledger.moving_bytes >= moving_products(costs.setup):
+            stacks = _rich(costs, room, rest, after)
+        else:  # what travels is only what would be dear to compute again
             stacks = iter([tuple(Run(i, i + 1, Keep.X_O) for i in range(rest))])
             stacks = (runs for runs in stacks if _stack_fits(costs, room, runs, 0.0, after))
-        else:
-            stacks = _rich(costs, room, rest, after)
         for runs in stacks:
-            extra = sum(costs.extra_s(run) for run in runs)
+            extra = sum(costs.extra_s(run) for run in runs) + costs.copies_s(runs, room.budget.gpu_bytes)
             yield extra + costs.plain_s[rest] + seconds[graphs], runs, graphs
 
 
@@ -331,8 +343,7 @@ def choice_of(costs: Costs, ledger: Ledger, room: Room, runs: tuple[Run, ...], g
     host = dict(ledger.host)
     if room.budget.gpu_bytes is not None:
         host["kept by layers"] = max(0.0, most - room.budget.gpu_bytes)
-        moved = host["kept by layers"] / (setup.cluster.machine.host_gbs * 1e9)
-        seconds["host copies"] = max(0.0, 2 * moved - sum(seconds.values()))
+        seconds["host copies"] = costs.copies_s(runs, room.budget.gpu_bytes)
     return Choice(setup, runs, graphs, sum(seconds.values()), seconds, causes, host, room.budget)
 
 

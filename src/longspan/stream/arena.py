@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -87,6 +88,9 @@ class HostMemory:
             raise ConfigError(
                 f"This machine does not give out {size / 2**30:.2f} GiB of host memory: {error}."
             ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a hint, for kernels that know it: fewer pages to pin
+                self.map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
         self.pinned: set[int] = set()

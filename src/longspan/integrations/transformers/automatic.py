@@ -152,7 +152,8 @@ class Automatic:
         gpu = choice.budget.gpu_bytes
         if not host:
             return choice.budget
-        return Budget(self.place.device_bytes if gpu is None else gpu, host, moving_bytes=MOVING_BYTES)
+        moving = choice.budget.moving_bytes or MOVING_BYTES
+        return Budget(self.place.device_bytes if gpu is None else gpu, host, moving_bytes=moving)
 
     def _tell(self, plan: Plan) -> None:
         """Print a decision on the first rank, once for each way in which layers run."""
