@@ -50,7 +50,7 @@ def test_plan(model: Any) -> None:
     assert (made.seq_len, made.ulysses_degree, made.ring_degree) == (131_072, 2, 1)
     assert made.max_seq_len is not None and made.max_seq_len >= 2 << 20
     assert made.memory is not None and made.memory.compile == "inductor"
-    assert set(made.memory.keep) == {Keep.PRODUCTS, Keep.X_O_KV}
+    assert {Keep.PRODUCTS, Keep.X_O_KV} <= set(made.memory.keep)
     assert made.host_bytes["kept by layers"] > 0  # what travels while layers compute is not computed again
     text = made.explain()
     for part in ("131,072 tokens", "x+O+KV", "GiB per GPU", "kept by layers", "seconds per step", "attention", "MFU"):
