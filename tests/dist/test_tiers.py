@@ -9,7 +9,7 @@ import random
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +25,7 @@ from longspan.attention.ring import Ring
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.plan.keep import Budget, Keep, Memory
+from longspan.stream.mixing import PrefixMixing
 from longspan.stream.passage import Passage
 from longspan.stream.prefix import Prefix
 from longspan.stream.segment import Segment
@@ -514,20 +515,32 @@ def predicted(family: str, degrees: tuple[int, int], memory: Memory, dtype: torc
     model = build(family, torch.float32 if dtype is torch.bfloat16 else dtype, layers=memory_layers(memory))
     told: list[int] = []
     put: list[int] = []
-    real_assign, real_put = Passage.assign, Stash.put
+    real_assign, real_put, real_restore = Passage.assign, Stash.put, PrefixMixing._restore
+    passing = False
+
+    def restore(self: PrefixMixing, *args: Any) -> Any:
+        nonlocal passing
+        passing = True  # what a layer's backward makes and uses itself is not divided among layers
+        restored = real_restore(self, *args)
+        passing = False
+        return restored
 
     def assign(self: Passage, sizes: Sequence[int]) -> Any:
         told.extend(sizes)
         return real_assign(self, sizes)
 
     def put_(self: Stash, tensors: Sequence[Tensor], tier: Any) -> Any:
-        put.append(sum(t.nbytes for t in tensors))
+        if not passing:
+            put.append(sum(t.nbytes for t in tensors))
         return real_put(self, tensors, tier)
 
     handle = longspan.prepare(
         model, degrees[0] * degrees[1], ulysses_degree=degrees[0], ring_degree=degrees[1], memory=memory
     )
-    with patch.object(Passage, "assign", assign), patch.object(Stash, "put", put_):
+    patches = (Passage, "assign", assign), (Stash, "put", put_), (PrefixMixing, "_restore", restore)
+    with ExitStack() as stack:
+        for patched in patches:
+            stack.enter_context(patch.object(*patched))
         with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
             loss = model(**handle.shard(RAGGED.batch())).loss
         taken = handle.stash.usage.now["gpu"], sum(put)

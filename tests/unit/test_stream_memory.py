@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import longspan
 from longspan.loss import tiled_loss
-from longspan.plan.keep import Keep, Memory
+from longspan.plan.keep import Budget, Keep, Memory
+from longspan.stream.mixing import PrefixMixing
 
 FLOAT_BYTES = 4
 
@@ -92,6 +93,29 @@ def test_a_wider_mlp_costs_a_few_tiles_whatever_the_length(keep: Any) -> None:
     assert found[0] <= 7 * one_tile, found[0] / one_tile
     plain = [growth(tokens, "auto") for tokens in (48, 144)]
     assert plain[1] > 2.9 * plain[0] > 70 * one_tile, "the measure sees what layers keep whole"
+
+
+def test_no_layer_of_a_rebuilt_segment_takes_more_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one attends again inside its own backward; its output, too, goes where budgets say."""
+    tokens, keeps = 1024, (Keep.X, Keep.NONE, Keep.NONE) * 2
+    model = llama(layers=len(keeps))
+    budget = Budget(0, 1 << 26, moving_bytes=4096)
+    handle = longspan.prepare(model, memory=Memory(TILE, keeps, rebuilt=Keep.OUT, budget=budget))
+    ids = torch.randint(32, (1, tokens))
+    peaks: dict[int, int] = {}
+    mixing_backward = PrefixMixing.backward
+
+    def measured(self: PrefixMixing, *args: Any) -> None:
+        tracked.peak_bytes = 0
+        mixing_backward(self, *args)
+        peaks[len(keeps) - len(peaks) - 1] = tracked.peak_bytes
+
+    monkeypatch.setattr(PrefixMixing, "backward", measured)
+    with Tracked() as tracked:
+        model(**handle.shard({"input_ids": ids, "labels": ids})).loss.backward()
+    x_bytes = tokens * 16 * FLOAT_BYTES
+    assert set(peaks) == set(range(len(keeps)))
+    assert max(peaks.values()) - min(peaks.values()) < x_bytes / 2, {i: n / x_bytes for i, n in peaks.items()}
 
 
 def loss_peak(vocabulary: int, tokens: int, tile: int) -> int:

@@ -15,6 +15,7 @@ from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
 from longspan.comm.pending import Pending
 from longspan.plan.keep import Keep
+from longspan.plan.kept import Tier
 from longspan.stream.function import Mixing
 from longspan.stream.prefix import Prefix, Tiles
 from longspan.stream.run import Gradients, LayerRun, TileBackward
@@ -109,7 +110,7 @@ class PrefixMixing(Mixing):
             return prefix, kept
         with torch.no_grad():
             if not keep.has_out:
-                walk = _Forward(self, x, None, Keep.X_O)
+                walk = _Forward(self, x, None, Keep.X_O, self.stash)
                 walk.in_turn()
                 return walk.prefix, self._kept(tuple(walk.kept))
             prefix = self.new_prefix()
@@ -151,12 +152,18 @@ class _Kept:
 
 
 class _Forward:
-    """One walk over the tiles of a layer: each is projected, exchanged, attends, is exchanged back, and finished."""
+    """One walk over the tiles of a layer: each is projected, exchanged, attends, is exchanged back, and finished.
+
+    Args:
+        stash: where each tile's attention output goes at once; None to keep all of them as they are.
+    """
 
     prefix: Prefix
 
-    def __init__(self, mixing: PrefixMixing, x: Tensor, y: Tensor | None, keep: Keep) -> None:
-        self.mixing, self.run, self.x, self.y, self.keep = mixing, mixing.run, x, y, keep
+    def __init__(
+        self, mixing: PrefixMixing, x: Tensor, y: Tensor | None, keep: Keep, stash: Stash | None = None
+    ) -> None:
+        self.mixing, self.run, self.x, self.y, self.keep, self.stash = mixing, mixing.run, x, y, keep, stash
         self.kept: list[Tensor] = []
         self.queries: list[Tensor] = []
         self.products: list[list[Tensor]] = []
@@ -212,7 +219,7 @@ class _Forward:
         return leaving.then(lambda out: self._keep(out, lse)) if self.keep.has_out else leaving
 
     def _keep(self, out: Tensor, lse: Tensor) -> Tensor:
-        self.kept.extend((out, lse))
+        self.kept.extend((out, lse) if self.stash is None else self.stash.put((out, lse), Tier.GPU))
         return out
 
     def _finish(self, index: int, leaving: Pending[Tensor]) -> None:
