@@ -112,6 +112,7 @@ class PrefixMixing(Mixing):
             if not keep.has_out:
                 walk = _Forward(self, x, None, Keep.X_O, self.stash)
                 walk.in_turn()
+                self.stash.settle()
                 return walk.prefix, self._kept(tuple(walk.kept))
             prefix = self.new_prefix()
             for index, at in enumerate(self.run.tiles):

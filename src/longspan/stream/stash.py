@@ -105,7 +105,7 @@ class Stash:
         """Return what of the budget is not in use."""
         now, budget = self.usage.now, self.budget
         gpu = None if budget.gpu_bytes is None else max(0, budget.gpu_bytes - now[Tier.GPU])
-        return replace(budget, gpu_bytes=gpu, host_bytes=budget.host_bytes - now[Tier.HOST])
+        return replace(budget, gpu_bytes=gpu, host_bytes=max(0, budget.host_bytes - now[Tier.HOST]))
 
     def put(self, tensors: Sequence[Tensor], tier: Tier) -> tuple[Tensor, ...]:
         """Return tensors that stand for these; those that leave the GPU must not be written to any more.
@@ -173,9 +173,10 @@ class Stash:
             item.copying.finish()
 
     def close(self) -> None:
-        """Give back host memory and the file as soon as no tensor needs them; nothing more can leave the GPU."""
+        """Give back host memory and the file as soon as no tensor needs them; what is put from now on stays."""
         self.settle()
         self._stores.clear()
+        self.budget = Budget()
 
     def _let_go(self) -> None:
         """Let go of what left first, once it has."""
