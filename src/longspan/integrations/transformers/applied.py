@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attention.build import Attend
@@ -36,6 +35,7 @@ from longspan.stream.compiled import Compiler
 from longspan.stream.layer import Streamed
 from longspan.stream.passage import Passage
 from longspan.stream.stash import Stash
+from longspan.weights import sharded
 
 
 class Applied:
@@ -93,6 +93,8 @@ class Applied:
             (layer, Streamed(layer, i, f"{parts.layers_name}.{i} ({type(layer).__name__})", CONTEXT))
             for i, layer in enumerate(parts.layers)
         )
+        for layer in parts.layers:
+            layer._z3_leaf = True  # type: ignore[assignment]  (ZeRO-3 then gathers a layer as a whole, once per pass)
         if parts.norm is not None:
             self._replace([(parts.norm, NormForward(self, parts.norm))])
 
@@ -236,8 +238,10 @@ class Applied:
         """
         world = self.mesh.world
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if any(isinstance(p, DTensor) for p in parameters):
-            raise ModelError("FSDP2 reduces the gradients of its parameters itself; do not call reduce_gradients.")
+        if any(map(sharded, parameters)):
+            raise ModelError(
+                "The engine that shards the parameters reduces their gradients; leave reduce_gradients out."
+            )
         if world.size == 1 or not parameters:
             return
         present = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device, dtype=torch.int8)
@@ -288,6 +292,8 @@ class Applied:
         if replaced:
             use_attention(self.model, self._plain_attention)
             del self.model._longspan_applied
+            for layer in self.layers:
+                vars(layer).pop("_z3_leaf", None)
             self.routers.remove()
 
 
