@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launched import launched
 from test_training import LAYOUTS, MAX_NORM, STEPS, History, Layout, build, micro_batches, optimizer_of, targets
 from torch import Tensor, nn
 
@@ -24,11 +22,12 @@ pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist
 
 TOLERANCE = 2e-6
-MEMORIES = {
+MEMORIES: dict[str, Any] = {
     "plain": Memory(),
     "x+O": Memory(6, Keep.X_O),
     "x, none": Memory(5, (Keep.X, Keep.NONE)),
     "auto": "auto",
+    "compiled": Memory(4, Keep.X_O_KV, "eager"),
 }
 
 
@@ -42,18 +41,6 @@ class Case:
     adapters: bool = False
     tied: bool = False
     accumulation: int = 2
-
-
-@contextmanager
-def launched() -> Iterator[None]:
-    """Have what launchers set, on CPUs."""
-    before = dict(os.environ)
-    os.environ.update(LOCAL_RANK=str(dist.get_rank()), DS_ACCELERATOR="cpu")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def model_of(adapters: bool = False, tied: bool = False) -> Any:
@@ -99,13 +86,12 @@ class Run:
     def __init__(self, case: Case, **options: Any) -> None:
         self.case, self.engine = case, Zero(case.stage, **options)
         self.model = model_of(case.adapters, case.tied)
-        memory: Any = MEMORIES[case.memory]
         self.handle = longspan.prepare(
             self.model,
             case.layout.size,
             ring_degree=case.layout.ring,
             grad_reduction=self.engine.grad_reduction,
-            memory=memory,
+            memory=MEMORIES[case.memory],
         )
         self.module = self.engine.wrap(self.model, self.handle)
         optimizer = optimizer_of([p for p in self.module.parameters() if p.requires_grad])
@@ -161,3 +147,114 @@ def test_five_steps_equal_one_process(run_ranks: Any, stage: int, layout: str, m
     assert all(float((expected.parameters[n] - p).norm() / p.norm()) > 1e-3 for n, p in start.items()), "all move"
     for found in run_ranks(case.layout.world, divided, case):
         check(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "layout", "memory", "adapters", "tied"),
+    [
+        (1, "sp2 ring", "x, none", False, True),
+        (2, "hybrid 2x2", "x, none", True, False),
+        (2, "dp2 x sp2", "auto", False, False),
+        (3, "sp2 ulysses", "x, none", False, False),
+        (3, "hybrid 2x2", "x, none", True, False),
+        (3, "dp2 x sp2", "auto", False, True),
+        (3, "sp2 ring", "compiled", False, True),
+    ],
+)
+def test_rebuilt_compiled_and_tied(
+    run_ranks: Any, stage: int, layout: str, memory: str, adapters: bool, tied: bool
+) -> None:
+    case = Case(stage, LAYOUTS[layout], memory, adapters, tied)
+    expected = one_process(case.accumulation * case.layout.world // case.layout.size, adapters, tied)
+    for found in run_ranks(case.layout.world, divided, case):
+        check(found, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_process_alone(run_ranks: Any, stage: int) -> None:
+    check(run_ranks(1, divided, Case(stage, Layout(1, 1, 1)))[0], one_process(2))
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_steps_float32_parameters(run_ranks: Any, stage: int, reduce: torch.dtype) -> None:
+    case = Case(stage, LAYOUTS["sp2 ulysses"])
+    expected = one_process(2)
+    for found in run_ranks(2, divided, case, compute_dtype=torch.bfloat16, reduce_dtype=reduce):
+        assert all(p.dtype == torch.float32 for p in found.parameters.values())
+        assert found.losses == pytest.approx(expected.losses, rel=0.03)
+        assert found.norms == pytest.approx(expected.norms, rel=0.03)
+        assert all(float((found.parameters[n] - p).norm() / p.norm()) < 0.03 for n, p in expected.parameters.items())
+
+
+def resumed(case: Case, folder: str) -> tuple[History, History, dict[str, Any]]:
+    """Train all steps; and again, with a fresh model and engine after the third."""
+    with launched():
+        first = Run(case)
+        steps = [first.step(number) for number in range(3)]
+        first.engine.save(Path(folder), {"step": 3})
+        steps += [first.step(number) for number in range(3, STEPS)]
+        undisturbed = History([loss for loss, _ in steps], [norm for _, norm in steps], first.parameters())
+        first.engine.close()
+        second = Run(case)
+        with torch.no_grad():
+            for p in second.model.parameters():
+                p.add_(1.0) if p.numel() else None
+        state = second.engine.load(Path(folder))
+        rest = [second.step(number) for number in range(3, STEPS)]
+        found = History([loss for loss, _ in rest], [norm for _, norm in rest], second.parameters())
+        second.engine.close()
+    return undisturbed, found, state
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resuming_changes_nothing(run_ranks: Any, tmp_path: Path, stage: int, adapters: bool) -> None:
+    case = Case(stage, LAYOUTS["sp2 ulysses"], "x+O", adapters)
+    for undisturbed, found, state in run_ranks(2, resumed, case, str(tmp_path)):
+        assert state["step"] == 3
+        assert found.losses == undisturbed.losses[3:]
+        assert found.norms == undisturbed.norms[3:]
+        assert all(torch.equal(found.parameters[name], p) for name, p in undisturbed.parameters.items())
+
+
+def gathers(tile_tokens: int, keep: Any) -> list[int]:
+    """Count how often stage 3 gathers parameters in a forward and in a backward, with nothing left lying about."""
+    from deepspeed import comm
+
+    counts, made, gather = [], 0, comm.all_gather_into_tensor
+    counted = ("all_gather_into_tensor", "allgather_fn", "all_gather_coalesced")
+    kept = {name: getattr(comm, name) for name in counted if hasattr(comm, name)}
+
+    def counting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal made
+            made += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    options = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    options["stage3_param_persistence_threshold"] = 0
+    with launched():
+        MEMORIES["counted"] = Memory(tile_tokens, keep)
+        run = Run(Case(3, LAYOUTS["sp2 ulysses"], "counted"), options=options)
+        from deepspeed.runtime.zero import partition_parameters
+
+        inner = partition_parameters._dist_allgather_fn
+        partition_parameters._dist_allgather_fn = counting(inner)
+        try:
+            batch = micro_batches(1, 1)[0]
+            for _ in range(2):
+                with run.engine.accumulating(last=True):
+                    made = 0
+                    loss = run.module(**run.handle.shard(batch)).loss
+                    counts.append(made)
+                    made = 0
+                    run.engine.backward(loss)
+                    counts.append(made)
+        finally:
+            partition_parameters._dist_allgather_fn = inner
+        run.engine.close()
+    assert gather is not None and kept
+    return counts
