@@ -41,6 +41,7 @@ class Case:
     adapters: bool = False
     tied: bool = False
     accumulation: int = 2
+    dtype: torch.dtype = torch.float32
 
 
 def model_of(adapters: bool = False, tied: bool = False) -> Any:
@@ -85,7 +86,7 @@ class Run:
 
     def __init__(self, case: Case, **options: Any) -> None:
         self.case, self.engine = case, Zero(case.stage, **options)
-        self.model = model_of(case.adapters, case.tied)
+        self.model = model_of(case.adapters, case.tied).to(case.dtype)
         self.handle = longspan.prepare(
             self.model,
             case.layout.size,
@@ -175,8 +176,16 @@ def test_one_process_alone(run_ranks: Any, stage: int) -> None:
     check(run_ranks(1, divided, Case(stage, Layout(1, 1, 1)))[0], one_process(2))
 
 
-@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_in_bf16(run_ranks: Any, stage: int) -> None:
+    case, expected = Case(stage, LAYOUTS["sp2 ulysses"], dtype=torch.bfloat16), one_process(2)
+    for found in run_ranks(2, divided, case):
+        assert found.losses == pytest.approx(expected.losses, rel=0.03)
+        assert found.norms == pytest.approx(expected.norms, rel=0.03)
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bf16_steps_float32_parameters(run_ranks: Any, stage: int, reduce: torch.dtype) -> None:
     case = Case(stage, LAYOUTS["sp2 ulysses"])
     expected = one_process(2)
@@ -218,43 +227,43 @@ def test_resuming_changes_nothing(run_ranks: Any, tmp_path: Path, stage: int, ad
         assert all(torch.equal(found.parameters[name], p) for name, p in undisturbed.parameters.items())
 
 
-def gathers(tile_tokens: int, keep: Any) -> list[int]:
-    """Count how often stage 3 gathers parameters in a forward and in a backward, with nothing left lying about."""
-    from deepspeed import comm
+def gathers(memory: str) -> list[int]:
+    """Count gathers in a forward, and in it and its backward, where nothing is kept from one use to the next."""
+    from deepspeed.runtime.zero import partition_parameters
 
-    counts, made, gather = [], 0, comm.all_gather_into_tensor
-    counted = ("all_gather_into_tensor", "allgather_fn", "all_gather_coalesced")
-    kept = {name: getattr(comm, name) for name in counted if hasattr(comm, name)}
+    options = dict.fromkeys(("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"), 0)
+    options = {f"stage3_{name}": value for name, value in {**options, "param_persistence_threshold": 0}.items()}
+    gather, made = partition_parameters._dist_allgather_fn, [0]
 
-    def counting(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal made
-            made += 1
-            return function(*args, **kwargs)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        made[0] += 1
+        return gather(*args, **kwargs)
 
-        return call
-
-    options = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-    options["stage3_param_persistence_threshold"] = 0
+    counts: list[int] = []
     with launched():
-        MEMORIES["counted"] = Memory(tile_tokens, keep)
-        run = Run(Case(3, LAYOUTS["sp2 ulysses"], "counted"), options=options)
-        from deepspeed.runtime.zero import partition_parameters
-
-        inner = partition_parameters._dist_allgather_fn
-        partition_parameters._dist_allgather_fn = counting(inner)
+        run = Run(Case(3, LAYOUTS["sp2 ulysses"], memory), options=options)
+        partition_parameters._dist_allgather_fn = counting
         try:
-            batch = micro_batches(1, 1)[0]
             for _ in range(2):
                 with run.engine.accumulating(last=True):
-                    made = 0
-                    loss = run.module(**run.handle.shard(batch)).loss
-                    counts.append(made)
-                    made = 0
+                    made[0] = 0
+                    loss = run.module(**run.handle.shard(micro_batches(1, 1)[0])).loss
+                    counts = [made[0]]
                     run.engine.backward(loss)
-                    counts.append(made)
+                    counts.append(made[0])
         finally:
-            partition_parameters._dist_allgather_fn = inner
+            partition_parameters._dist_allgather_fn = gather
         run.engine.close()
-    assert gather is not None and kept
     return counts
+
+
+@pytest.mark.parametrize("memory", ["plain", "auto", "x+O", "compiled"])
+def test_a_layer_is_gathered_once_per_pass(run_ranks: Any, memory: str) -> None:
+    forward = backward = 2 + 3  # layers; embedding, norm and head
+    for counts in run_ranks(2, gathers, memory):
+        assert counts == [forward, forward + backward]
+
+
+def test_a_layer_that_is_rebuilt_is_gathered_once_more(run_ranks: Any) -> None:
+    for counts in run_ranks(2, gathers, "x, none"):
+        assert counts == [5, 5 + 5 + 1]

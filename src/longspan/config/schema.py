@@ -225,7 +225,7 @@ class RunConfig(Section):
         example="fsdp2",
     )
     compute_dtype: Literal["bfloat16"] | None = _field(
-        "With fsdp2 and zero-0 to zero-3: run the model in this type, on parameters kept in model.dtype; gradients are "
+        "With fsdp2 and zero-1 to zero-3: run the model in this type, on parameters kept in model.dtype; gradients are "
         "reduced in float32.",
         None,
         example="bfloat16",
@@ -300,6 +300,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"optimizer.kind {kind} does not serve engine {self.engine}, where DeepSpeed divides adamw: set it to "
                 "adamw, or engine to fsdp2"
+            )
+        if self.engine == "zero-0" and self.compute_dtype is not None:
+            raise ValueError(
+                f"compute_dtype {self.compute_dtype} needs engine zero-1 to zero-3, as zero-0 does not give back the "
+                "parameters in float32"
             )
         if dtype == "float64":
             raise ValueError(

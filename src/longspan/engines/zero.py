@@ -17,7 +17,7 @@ from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_no
 from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.weights import under_zero3
 
-SUPPORTED = ((0, 19), (0, 20))
+SUPPORTED = ((0, 19, 8), (0, 20, 0))
 """Versions of DeepSpeed from the first up to, and without, the second."""
 
 _STAGES = (0, 1, 2, 3)
@@ -28,7 +28,7 @@ class Zero:
     """Let DeepSpeed hold parameters, gradients and optimizer state.
 
     Gradients are averaged over dp x sp at every stage. With bfloat16, or parameters in bfloat16, DeepSpeed computes on
-    bfloat16 parameters and steps float32 ones, which it divides from stage 1 on.
+    bfloat16 parameters and steps float32 ones, which it divides from stage 1 on; stage 0 adds gradients up in bfloat16.
 
     Args:
         stage: 0 to 3.
@@ -54,6 +54,10 @@ class Zero:
         for name, dtype in (("compute_dtype", compute_dtype or torch.float32), ("reduce_dtype", reduce_dtype)):
             if dtype not in _NAMES:
                 raise ConfigError(f"{name} {dtype} is not served by engine zero-{stage}; use float32 or bfloat16.")
+        if stage == 0 and compute_dtype == torch.bfloat16:
+            raise ConfigError(
+                "Engine zero-0 cannot save the float32 parameters of a bfloat16 run; use zero-1 to zero-3."
+            )
         require_deepspeed()
         self.name, self.stage = f"zero-{stage}", stage
         self._compute, self._reduce, self._options = compute_dtype, reduce_dtype, dict(options or {})
@@ -99,7 +103,8 @@ class Zero:
     def config(self, max_norm: float | None) -> dict[str, Any]:
         """Return DeepSpeed's configuration: nothing in it divides by micro-batches, as losses are divided already."""
         reduced = _NAMES[self._reduce]
-        precision: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        added_up_in = "bf16" if self.stage == 0 else "fp32"  # all that stage 0 can do
+        precision: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": added_up_in}}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -143,7 +148,7 @@ class Zero:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a parameter as it is trained: whole, and in float32 where DeepSpeed steps that. Collective."""
-        trained = tensor.requires_grad and (self.stage > 0 or self._in_bf16)
+        trained = tensor.requires_grad and self.stage > 0
         master = self._deepspeed.utils.safe_get_full_fp32_param(tensor) if trained else None
         if master is not None:
             return master.detach().view(tensor.ds_shape if under_zero3(tensor) else tensor.shape)  # type: ignore[attr-defined]
@@ -226,7 +231,7 @@ def require_deepspeed() -> ModuleType:
         raise ConfigError(
             f"The zero engines need {needed}, which is not installed: pip install 'longspan[deepspeed]', or use fsdp2."
         ) from None
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3])
     if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
         raise ConfigError(
             f"The zero engines need {needed}, found {found}: pip install 'longspan[deepspeed]', or use fsdp2."
