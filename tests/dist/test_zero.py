@@ -14,7 +14,8 @@ from test_training import LAYOUTS, MAX_NORM, STEPS, History, Layout, build, micr
 from torch import Tensor, nn
 
 import longspan
-from longspan.engines import MPU, Zero
+from longspan.engines import MPU, Zero, build_engine
+from longspan.errors import ConfigError, ModelError, TopologyError, TrainingError
 from longspan.optim import choose_stepping
 from longspan.plan.keep import Keep, Memory
 
@@ -267,3 +268,122 @@ def test_a_layer_is_gathered_once_per_pass(run_ranks: Any, memory: str) -> None:
 def test_a_layer_that_is_rebuilt_is_gathered_once_more(run_ranks: Any) -> None:
     for counts in run_ranks(2, gathers, "x, none"):
         assert counts == [5, 5 + 5 + 1]
+
+
+def own_loop(stage: int, layout: Layout, through_mpu: bool) -> History:
+    """Train as users of DeepSpeed do, with its own way of accumulating."""
+    import deepspeed
+
+    losses, norms, accumulation = [], [], 2
+    with launched():
+        model = build()
+        handle = longspan.prepare(model, layout.size, ring_degree=layout.ring, memory=MEMORIES["x+O"])
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer_of(model.parameters()),
+            mpu=MPU(handle.mesh) if through_mpu else None,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": accumulation,
+                "gradient_clipping": MAX_NORM,
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000},
+                "zero_allow_untested_optimizer": True,
+            },
+        )
+        assert engine.train_batch_size() == accumulation * (handle.mesh.data.size if through_mpu else layout.world)
+        replicas, replica = handle.mesh.data.size, handle.mesh.data.rank
+        for step in range(STEPS):
+            batches, total = micro_batches(step, accumulation * replicas), 0.0
+            for batch in batches[replica::replicas]:
+                loss = engine(**handle.shard(batch, num_items=targets(batches))).loss
+                engine.backward(loss, scale_wrt_gas=False)
+                engine.step()
+                total += loss.item()
+            losses.append(total)
+            norms.append(float(engine.get_global_grad_norm() or 0.0))
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine.destroy()
+    return History(losses, norms, parameters)
+
+
+@pytest.mark.parametrize("through_mpu", [True, False])
+@pytest.mark.parametrize("layout", ["sp2 ring", "dp2 x sp2"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_own_loop(run_ranks: Any, stage: int, layout: str, through_mpu: bool) -> None:
+    where = LAYOUTS[layout]
+    expected = one_process(2 * where.world // where.size)
+    for found in run_ranks(where.world, own_loop, stage, where, through_mpu):
+        check(History(found.losses, found.norms if stage else expected.norms, found.parameters), expected)
+
+
+def refusals() -> list[str]:
+    """Initialise in ways that would not be exact; return what was said."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    class OwnMPU(MPU):
+        """Counts the ranks of a sequence as DeepSpeed's own does."""
+
+        def get_sequence_parallel_world_size(self) -> int:
+            return int(self.mesh.sequence.size)
+
+    def said(model: Any, mpu: Any, stage: int = 1) -> str:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000},
+            "zero_allow_untested_optimizer": True,
+        }
+        with pytest.raises((TopologyError, ModelError)) as caught:
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer_of(p for p in model.parameters() if p.requires_grad), config=config, mpu=mpu
+            )
+            engine(**handle.shard(micro_batches(0, 1)[0]))
+        return str(caught.value)
+
+    with launched():
+        model = build()
+        handle = longspan.prepare(model, 2, grad_reduction="sum")
+        messages = [said(model, MPU(handle.mesh))]
+        handle.remove()
+        assert "set_deepspeed_parallelism" not in vars(model)
+        handle = longspan.prepare(model, 2)
+        messages.append(said(model, OwnMPU(handle.mesh)))
+        groups.mpu = None
+        model = model_of(adapters=True)
+        handle = longspan.prepare(model, 2, memory=MEMORIES["x+O"])
+        messages.append(said(model, MPU(handle.mesh), 3))
+        with pytest.raises(ModelError, match="leave reduce_gradients out"):
+            handle.reduce_gradients()
+        engine = Zero(1)
+        double = build().double()
+        with pytest.raises(ModelError, match="the model's parameters are float64"):
+            engine.wrap(double, longspan.prepare(double, 2))
+        module = engine.wrap(build(), handle)
+        with pytest.raises(TrainingError, match="adopt"):
+            module()
+        with pytest.raises(TrainingError, match="clips while it steps"):
+            engine.clip_grad_norm(1.0)
+        with pytest.raises(ConfigError, match="steps itself"):
+            choose_stepping(optimizer_of(module.parameters()), engine, True, None)
+    return messages
+
+
+def test_what_would_not_be_exact_is_refused(run_ranks: Any) -> None:
+    for total, own, frozen in run_ranks(2, refusals):
+        assert "grad_reduction='mean'" in total
+        assert "divide the gradients of 2 processes by 1 at stages 0 to 2" in own and "MPU(handle.mesh)" in own
+        assert "enable_input_require_grads() before deepspeed.initialize" in frozen
+
+
+def test_versions_and_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [build_engine(f"zero-{stage}", 2).name for stage in range(4)] == ["zero-0", "zero-1", "zero-2", "zero-3"]
+    with pytest.raises(ConfigError, match="stages 0 to 3, not 4"):
+        Zero(4)
+    with pytest.raises(ConfigError, match="float64 is not served"):
+        Zero(1, torch.float64)
+    with pytest.raises(ConfigError, match="zero-1 to zero-3"):
+        Zero(0, torch.bfloat16)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.18.2")
+    with pytest.raises(ConfigError, match=r"need DeepSpeed >= 0.19.8, < 0.20.0, found 0.18.2"):
+        Zero(1)

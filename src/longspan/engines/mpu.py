@@ -50,7 +50,9 @@ class MPU:
             )
         self.mesh = mesh
         rank = dist.get_rank()
-        self._alone = dist.new_group([rank], use_local_synchronization=True)
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        assert isinstance(alone, dist.ProcessGroup)
+        self._alone = alone
         self._model = Axis(ranks=(rank,))
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:

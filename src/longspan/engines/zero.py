@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Zero:
             raise ConfigError(
                 "Engine zero-0 cannot save the float32 parameters of a bfloat16 run; use zero-1 to zero-3."
             )
-        require_deepspeed()
+        check_version()
         self.name, self.stage = f"zero-{stage}", stage
         self._compute, self._reduce, self._options = compute_dtype, reduce_dtype, dict(options or {})
         self._max_norm: float | None = None
@@ -68,10 +68,11 @@ class Zero:
 
         Raises:
             TopologyError: torch.distributed is not initialised, or the mesh leaves processes out.
-            ConfigError: DeepSpeed would run on another kind of device; see `Applied.grad_reduction` for the rest.
+            ConfigError: DeepSpeed would run on another kind of device.
+            ModelError: parameters of several types, or of one that DeepSpeed does not compute in.
         """
         require_processes(self.name)
-        self._deepspeed = require_deepspeed()
+        self._deepspeed: Any = importlib.import_module("deepspeed")
         device_type = self._deepspeed.get_accelerator().device_name()
         if device_type != prepared.mesh.device_type:
             raise ConfigError(
@@ -217,8 +218,8 @@ _BUCKET = 50_000_000
 """Elements; DeepSpeed's own choice of ten times as many takes gibibytes that long sequences need."""
 
 
-def require_deepspeed() -> ModuleType:
-    """Import DeepSpeed.
+def check_version() -> None:
+    """Refuse to work without DeepSpeed, or with one that is not known to be exact.
 
     Raises:
         ConfigError: it is missing, or not of a supported version; found and needed are named.
@@ -236,7 +237,6 @@ def require_deepspeed() -> ModuleType:
         raise ConfigError(
             f"The zero engines need {needed}, found {found}: pip install 'longspan[deepspeed]', or use fsdp2."
         )
-    return importlib.import_module("deepspeed")
 
 
 def _same_dtype(model: nn.Module) -> torch.dtype:

@@ -26,6 +26,7 @@ from longspan.integrations.transformers.norm import NormForward
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
 from longspan.integrations.transformers.routers import Routers
+from longspan.integrations.transformers.zero import DeepSpeedCheck
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
 from longspan.plan.keep import Keep, Memory
@@ -81,6 +82,7 @@ class Applied:
         if memory.streams:
             self._stream()
         self.model._longspan_applied = self  # type: ignore[assignment]
+        self.model.set_deepspeed_parallelism = DeepSpeedCheck(mesh, grad_reduction)  # type: ignore[assignment]
 
     def decide(self, automatic: Automatic) -> None:
         """Let what layers keep be decided for each length of rows."""
@@ -291,7 +293,7 @@ class Applied:
         self.stash.close()
         if replaced:
             use_attention(self.model, self._plain_attention)
-            del self.model._longspan_applied
+            del self.model._longspan_applied, self.model.set_deepspeed_parallelism
             for layer in self.layers:
                 vars(layer).pop("_z3_leaf", None)
             self.routers.remove()
