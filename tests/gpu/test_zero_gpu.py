@@ -116,4 +116,6 @@ def test_five_steps_equal_one_gpu(stage: int, case: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(_rank, (port, stage, case, one_gpu()), WORLD)  # raises what a rank raised
+    expected = one_gpu()
+    assert max(norm for _, norm in expected) > MAX_NORM, "clipping is at work"
+    spawn(_rank, (port, stage, case, expected), WORLD)  # raises what a rank raised

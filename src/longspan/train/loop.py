@@ -162,7 +162,7 @@ def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig) -> R
     ).tolist()  # the step's host sync
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         early = trainee.stepping.applied_early
-        fate = "applied already; no model is saved" if early else "not applied"
+        fate = "applied all the same; no model is saved" if early else "not applied"
         raise TrainingError(
             f"Step {number}: loss {loss_value}, gradient norm {norm_value}. The step was {fate}. "
             f"Lower optimizer.lr ({config.optimizer.lr:g}), lengthen schedule.warmup_steps, or look at the data."
