@@ -224,3 +224,26 @@ def test_any_value_is_taken_or_refused_in_words(value: Any, path: tuple[str, ...
         assert isinstance(parse_config(values), RunConfig)
     except ConfigError as error:
         assert path[0] in str(error) or "${" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"engine": "zero-1", "optimizer": {"kind": "adamw-host"}},
+            "optimizer.kind adamw-host does not serve engine zero-1",
+        ),
+        ({"engine": "zero-0", "compute_dtype": "bfloat16"}, "compute_dtype bfloat16 needs engine zero-1 to zero-3"),
+        ({"engine": "zero-3", "optimizer": {"step_in_backward": True, "clip": "previous"}}, "is for engine single"),
+    ],
+)
+def test_what_deepspeed_cannot_do(settings: dict[str, Any], message: str) -> None:
+    base = {
+        "model": {"name": "tiny-llama"},
+        "data": {"files": "a"},
+        "sequence_length": 64,
+        "max_steps": 1,
+        "output_dir": "out",
+    }
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**base, **settings})

@@ -155,6 +155,7 @@ def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:
     if build_engine(config.engine, 1, compute_dtype).name == "single":
         train(config, corpus, device, _progress(config, stream))
         return
+    os.environ.setdefault("LOCAL_RANK", "0")  # as launchers do; DeepSpeed asks for it
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:  # a group of one talks to nobody, so its sockets need not face the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

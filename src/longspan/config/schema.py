@@ -218,13 +218,15 @@ class RunConfig(Section):
     kernel: str = _field(
         "Attention kernel; `longspan doctor` lists what is usable here.", "auto", example="auto", min_length=1
     )
-    engine: Literal["auto", "single", "ddp", "fsdp2"] = _field(
-        "Who holds parameters and reduces gradients; 'auto': single for one process, fsdp2 for more.",
+    engine: Literal["auto", "single", "ddp", "fsdp2", "zero-0", "zero-1", "zero-2", "zero-3"] = _field(
+        "Who holds parameters and reduces gradients; 'auto': single for one process, fsdp2 for more; 'zero-0' to "
+        "'zero-3': DeepSpeed's stages of ZeRO.",
         "auto",
         example="fsdp2",
     )
     compute_dtype: Literal["bfloat16"] | None = _field(
-        "With fsdp2: run the model in this type, on parameters kept in model.dtype; gradients are reduced in float32.",
+        "With fsdp2 and zero-1 to zero-3: run the model in this type, on parameters kept in model.dtype; gradients are "
+        "reduced in float32.",
         None,
         example="bfloat16",
     )
@@ -256,8 +258,8 @@ class RunConfig(Section):
             )
         if self.compute_dtype is not None and self.engine in ("single", "ddp"):
             raise ValueError(
-                f"compute_dtype {self.compute_dtype} needs engine fsdp2, not {self.engine}: choose fsdp2, or set "
-                f"model.dtype to {self.compute_dtype}"
+                f"compute_dtype {self.compute_dtype} needs engine fsdp2 or zero-3, not {self.engine}: choose one, or "
+                f"set model.dtype to {self.compute_dtype}"
             )
         if self.schedule.warmup_steps > self.max_steps:
             raise ValueError(f"schedule.warmup_steps {self.schedule.warmup_steps} exceeds max_steps {self.max_steps}")
@@ -276,6 +278,8 @@ class RunConfig(Section):
                 f"optimizer.kind {kind} computes in float32, but model.dtype is {dtype}: set model.dtype to float32 or "
                 "bfloat16, or choose adamw"
             )
+        if self.engine.startswith("zero-"):
+            self._check_zero()
         if not self.optimizer.step_in_backward:
             return
         if self.gradient_accumulation_steps > 1:
@@ -284,8 +288,26 @@ class RunConfig(Section):
                 f"{self.gradient_accumulation_steps} has nothing to add to: set it to 1 (a longer sequence_length or "
                 "more micro_batch_size makes a larger step), or turn step_in_backward off"
             )
-        if self.engine in ("ddp", "fsdp2") or self.compute_dtype is not None or self.sequence_parallel_size > 1:
+        if self.engine not in ("auto", "single") or self.compute_dtype is not None or self.sequence_parallel_size > 1:
             raise ValueError(
                 "optimizer.step_in_backward is for engine single with one process, where no gradient is reduced after "
                 "backward: set engine: single, sequence_parallel_size: 1 and no compute_dtype, or turn it off"
+            )
+
+    def _check_zero(self) -> None:
+        kind, dtype = self.optimizer.kind, self.model.dtype
+        if kind != "adamw":
+            raise ValueError(
+                f"optimizer.kind {kind} does not serve engine {self.engine}, where DeepSpeed divides adamw: set it to "
+                "adamw, or engine to fsdp2"
+            )
+        if self.engine == "zero-0" and self.compute_dtype is not None:
+            raise ValueError(
+                f"compute_dtype {self.compute_dtype} needs engine zero-1 to zero-3, as zero-0 does not give back the "
+                "parameters in float32"
+            )
+        if dtype == "float64":
+            raise ValueError(
+                f"engine {self.engine} computes in float32 or bfloat16, but model.dtype is {dtype}: set it to float32, "
+                "or engine to fsdp2"
             )

@@ -2,8 +2,20 @@
 
 from longspan.engines.ddp import DataParallel
 from longspan.engines.fsdp import FullyShardedDataParallel
-from longspan.engines.protocol import Engine, Prepared
+from longspan.engines.mpu import MPU
+from longspan.engines.protocol import Engine, Prepared, StepsItself
 from longspan.engines.select import build_engine
 from longspan.engines.single import Single
+from longspan.engines.zero import Zero
 
-__all__ = ["DataParallel", "Engine", "FullyShardedDataParallel", "Prepared", "Single", "build_engine"]
+__all__ = [
+    "MPU",
+    "DataParallel",
+    "Engine",
+    "FullyShardedDataParallel",
+    "Prepared",
+    "Single",
+    "StepsItself",
+    "Zero",
+    "build_engine",
+]

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
+from longspan.engines.protocol import GradReduction, OwnBackward, Prepared, clip_by_global_norm, require_processes
 
 
-class DataParallel:
+class DataParallel(OwnBackward):
     """Average gradients over dp x sp while backward runs."""
 
     name = "ddp"

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
+from longspan.engines.protocol import GradReduction, OwnBackward, Prepared, clip_by_global_norm, require_processes
 
 
-class FullyShardedDataParallel:
+class FullyShardedDataParallel(OwnBackward):
     """Shard each decoder layer, and the rest of the model as one more unit.
 
     Embedding and head stay in one unit, so tied weights stay one parameter.

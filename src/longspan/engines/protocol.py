@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class Engine(Protocol):
     """Hold parameters and reduce gradients, in one fixed order of calls.
 
     `grad_reduction` is what `longspan.prepare` must be told; then wrap once, and per optimizer step: `accumulating`
-    around the forward and backward of each micro-batch, `reduce`, `clip_grad_norm`. Losses are already divided by the
+    around the forward and `backward` of each micro-batch, `reduce`, `clip_grad_norm`. Losses are already divided by the
     targets of the whole step, so nothing is divided by the number of micro-batches.
     """
 
@@ -55,6 +55,10 @@ class Engine(Protocol):
         """Surround one micro-batch; gradients are reduced in the last one's backward at the earliest."""
         ...
 
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate a micro-batch's loss."""
+        ...
+
     def reduce(self) -> None:
         """Finish what the backward passes left to reduce."""
         ...
@@ -62,6 +66,40 @@ class Engine(Protocol):
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
         """Scale the gradients down to a global norm, if above it, and return the norm before."""
         ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a parameter or buffer whole, detached; all processes call it for the same ones in the same order."""
+        ...
+
+
+@runtime_checkable
+class StepsItself(Protocol):
+    """What an engine adds that clips and steps itself: it takes the optimizer between `wrap` and the first forward."""
+
+    def adopt(self, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
+        """Take an optimizer of the parameters that `wrap` returned; it is stepped by `step` alone from now on."""
+        ...
+
+    def step(self) -> Tensor:
+        """Clip, step and drop the gradients, after the last backward; return their global norm before clipping."""
+        ...
+
+
+class OwnBackward:
+    """What engines have in common that leave differentiating to autograd and parameters to torch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate."""
+        loss.backward()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Gather a sharded tensor. Cost: an all-gather, if it is sharded."""
+        return whole(tensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor whole, detached."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def require_processes(engine: str) -> None:

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm
+from longspan.engines.protocol import GradReduction, OwnBackward, Prepared, clip_by_global_norm
 
 
-class Single:
+class Single(OwnBackward):
     """Train one process, or a few that keep whole parameters and reduce once per step."""
 
     name = "single"

@@ -16,6 +16,7 @@ from longspan.errors import ModelError
 from longspan.integrations.models import load_model_config
 from longspan.plan.kept import Operands
 from longspan.plan.shapes import LayerShape, ModelShape
+from longspan.weights import whole_shape
 
 _LAST_PRODUCT = re.compile(r"(^|\.)(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear)(\.|$)")
 _ATTENTION = re.compile(r"attn|attention|mixer")
@@ -69,8 +70,8 @@ def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> Mod
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         layers=layers,
-        outside=sum(p.numel() for p in outside),
-        outside_trained=sum(p.numel() for p in outside if p.requires_grad),
+        outside=sum(whole_shape(p).numel() for p in outside),
+        outside_trained=sum(whole_shape(p).numel() for p in outside if p.requires_grad),
         head=config.vocab_size * config.hidden_size,
         head_trained=any(p.requires_grad for p in head.parameters()),
     )
@@ -106,9 +107,9 @@ def _layer(layer: nn.Module, config: Any, operands: Operands, window: int | None
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     active = before = keys = down = mlp = 0.0
     for name, p in layer.named_parameters():
-        if p.dim() < 2:
+        if len(whole_shape(p)) < 2:
             continue
-        own = p.numel() * (chosen / experts if re.search(r"\.experts\.", f".{name}") else 1)
+        own = whole_shape(p).numel() * (chosen / experts if re.search(r"\.experts\.", f".{name}") else 1)
         active += own
         if not _ATTENTION.search(name):
             mlp += own
@@ -122,12 +123,12 @@ def _layer(layer: nn.Module, config: Any, operands: Operands, window: int | None
         head_dim=operands.head_dim,
         v_head_dim=operands.v_head_dim,
         intermediate=round(mlp / (3 * config.hidden_size)),
-        parameters=sum(p.numel() for p in layer.parameters()),
+        parameters=sum(whole_shape(p).numel() for p in layer.parameters()),
         active=round(active),
         query_key_value=round(before),
         key_value=round(keys),
         down=round(down),
-        trained=sum(p.numel() for p in layer.parameters() if p.requires_grad),
+        trained=sum(whole_shape(p).numel() for p in layer.parameters() if p.requires_grad),
         window=window,
     )
 

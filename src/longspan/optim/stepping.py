@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.engines.protocol import Engine
+from longspan.engines.protocol import Engine, StepsItself
 from longspan.errors import ConfigError, TrainingError
 from longspan.kernels.protocol import wide
 from longspan.optim.build import set_learning_rate
@@ -61,6 +61,31 @@ class StepAfterBackward:
         """Step, and drop the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+class StepByEngine:
+    """Let the engine step: its norm is known once the step has been taken.
+
+    Args:
+        max_norm: gradients of a larger global norm are scaled down to it; None: never.
+    """
+
+    applied_early = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: StepsItself, max_norm: float | None) -> None:
+        self.optimizer, self._engine = optimizer, engine
+        engine.adopt(optimizer, max_norm)
+
+    def begin(self, lr: float) -> None:
+        """Set the learning rate."""
+        set_learning_rate(self.optimizer, lr)
+
+    def norm(self) -> Tensor:
+        """Clip and step."""
+        return self._engine.step()
+
+    def finish(self) -> None:
+        """Do nothing: the step has been taken."""
 
 
 class StepInBackward:
@@ -141,11 +166,15 @@ class StepInBackward:
 def choose_stepping(
     optimizer: torch.optim.Optimizer, engine: Engine, in_backward: bool, max_norm: float | None
 ) -> Stepping:
-    """Return how steps are taken: inside backward or after it.
+    """Return how steps are taken: inside backward, after it, or by the engine.
 
     Raises:
         ConfigError: see `StepInBackward`.
     """
+    if isinstance(engine, StepsItself):
+        if in_backward:
+            raise ConfigError(f"Engine {engine.name} steps itself, so steps cannot be taken in backward: use single.")
+        return StepByEngine(optimizer, engine, max_norm)
     return StepInBackward(optimizer, max_norm) if in_backward else StepAfterBackward(optimizer, engine, max_norm)
 
 

@@ -24,6 +24,7 @@ from longspan.stream.routing import Balance, Choices, TileRouting
 from longspan.stream.run import LayerRun
 from longspan.stream.segment import Pass, Segment
 from longspan.stream.settings import Settings
+from longspan.weights import under_zero3
 
 
 class StreamedCall(Protocol):
@@ -64,6 +65,8 @@ class Streamed:
         call: Any = kwargs.get(self.context)
         memory: Memory | None = getattr(call, "memory", None)
         compiles = memory is not None and self._compiles(call)
+        if memory is not None:
+            self._check_zero3(args, kwargs)
         if memory is None or (memory.of(self.index) is Keep.GRAPH and not compiles):
             return self.original(*args, **kwargs)
         for name, module in self.layer.named_modules():
@@ -91,6 +94,17 @@ class Streamed:
         y, *choices = results
         call.balance.add(Choices(*choices), routing.gates)
         return y
+
+    def _check_zero3(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a layer whose gradients DeepSpeed would reduce before they are there."""
+        x = args[0] if args else kwargs.get(next(iter(self.signature.parameters)))
+        if not torch.is_grad_enabled() or x is None or x.requires_grad:
+            return
+        if any(under_zero3(p) and p.requires_grad for p in self.layer.parameters()):
+            raise ModelError(
+                f"The input of {self.name} needs no gradient, as the embedding is frozen, and ZeRO-3 would reduce the "
+                "layer's gradients too early. Call model.enable_input_require_grads() before deepspeed.initialize."
+            )
 
     def _compiled(self, call: StreamedCall, x: Tensor, arguments: Arguments) -> Tensor:
         """Run the layer in one tile, its halves compiled, on autograd's own graph."""

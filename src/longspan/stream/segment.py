@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,12 @@ from longspan.errors import ModelError, TrainingError
 from longspan.plan.keep import Keep
 from longspan.plan.kept import Tier
 from longspan.stream.passage import Passage
+from longspan.weights import under_zero3
 
 if TYPE_CHECKING:
     from longspan.stream.function import Mixing
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -110,12 +112,11 @@ class Segment:
         stash.fetcher(member.kept)()
         stash.fetcher(self.members[position + 1].kept)()  # wanted next
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        with gathered(member.layer):
-            if member.keep.has_out:
-                member.mixing.replay(x, member.kept, y)
-                return y
-            keep = self._again(member)
-            kept = member.mixing.forward(x, y, keep)
+        if member.keep.has_out:
+            gathered(member.layer, lambda: member.mixing.replay(x, member.kept, y))
+            return y
+        keep = self._again(member)
+        kept = gathered(member.layer, lambda: member.mixing.forward(x, y, keep))
         gains_x = keep.has_x and not member.x
         stood = stash.put((x, *kept) if gains_x else kept, tier)
         if gains_x:
@@ -208,17 +209,29 @@ def _identity(t: Tensor) -> tuple[int, int]:
     return t.data_ptr(), t._version
 
 
-@contextmanager
-def gathered(layer: nn.Module) -> Iterator[None]:
-    """Hold a layer's whole parameters while it runs outside its own forward and backward.
+def gathered(layer: nn.Module, run: Callable[[], T]) -> T:
+    """Run part of a layer's work outside its own forward and backward, with whole parameters.
 
-    Cost: under FSDP2 one all-gather.
+    Cost: under FSDP2 and ZeRO-3 one all-gather.
     """
+    if any(map(under_zero3, layer.parameters())):
+        return _called(layer, run)
     if not isinstance(layer, FSDPModule):
-        yield
-        return
+        return run()
     layer.unshard()
     try:
-        yield
+        return run()
     finally:
         layer.reshard()
+
+
+def _called(layer: nn.Module, run: Callable[[], T]) -> T:
+    """Run something as a layer's forward: around a call, its hooks gather and release its parameters."""
+    results: list[T] = []
+    forward = vars(layer)["forward"]
+    layer.forward = lambda: results.append(run())
+    try:
+        layer()
+    finally:
+        layer.forward = forward
+    return results[0]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from longspan.engines import protocol
 from longspan.errors import ConfigError, TrainingError
 
 METRICS = "metrics.jsonl"
@@ -38,11 +38,12 @@ def clear_output(output_dir: Path) -> None:
     shutil.rmtree(output_dir / MODEL, ignore_errors=True)
 
 
-def full_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
+def full_state(model: nn.Module, keep: bool, whole: Callable[[Tensor], Tensor] = protocol.whole) -> dict[str, Tensor]:
     """Gather a model's whole state on the CPU.
 
     Args:
         keep: whether this rank wants it; the others take part and return nothing.
+        whole: gathers a tensor, as the engine that holds it does.
 
     Cost: one all-gather per sharded parameter; only one parameter at a time is whole on the device.
     """
@@ -50,8 +51,8 @@ def full_state(model: nn.Module, keep: bool) -> dict[str, Tensor]:
     gathered: dict[int, Tensor | None] = {}  # tied names share a tensor, gathered once on every rank
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in gathered:
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            gathered[id(value)] = whole.detach().cpu() if keep else None
+            gathered_value = whole(value)
+            gathered[id(value)] = gathered_value.cpu() if keep else None
         kept = gathered[id(value)]
         if kept is not None:
             state[name] = kept
@@ -78,17 +79,23 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def save_model(model: nn.Module, folder: Path, write: Callable[[Path, dict[str, Tensor]], None]) -> None:
+def save_model(
+    model: nn.Module,
+    folder: Path,
+    write: Callable[[Path, dict[str, Tensor]], None],
+    whole: Callable[[Tensor], Tensor] = protocol.whole,
+) -> None:
     """Gather a model and write it from rank 0.
 
     Args:
+        whole: see `full_state`.
         write: writes a state to a folder in the format that readers expect.
 
     Raises:
         TrainingError: the disk refused, on rank 0; the others hear of it when rank 0 stops.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
-    state = full_state(model, keep=first)
+    state = full_state(model, first, whole)
     if first:
         write_folder(folder, lambda partial: write(partial, state))
     if dist.is_initialized():

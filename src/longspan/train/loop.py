@@ -28,6 +28,7 @@ from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_byte
 from longspan.train.packing import Recipe, Step, steps
 from longspan.train.progress import Progress
 from longspan.train.schedule import learning_rate
+from longspan.weights import whole_shape
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
             trainee.model,
             output_dir / MODEL,
             lambda folder, state: write_pretrained(trainee.model, tokenizer, folder, state),  # pyright: ignore[reportArgumentType]
+            trainee.engine.whole,
         )
     return output_dir
 
@@ -160,7 +162,7 @@ def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig) -> R
     ).tolist()  # the step's host sync
     if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
         early = trainee.stepping.applied_early
-        fate = "applied, as optimizer.step_in_backward does not wait; no model is saved" if early else "not applied"
+        fate = "applied all the same; no model is saved" if early else "not applied"
         raise TrainingError(
             f"Step {number}: loss {loss_value}, gradient norm {norm_value}. The step was {fate}. "
             f"Lower optimizer.lr ({config.optimizer.lr:g}), lengthen schedule.warmup_steps, or look at the data."
@@ -194,7 +196,7 @@ def _backward(trainee: Trainee, step: Step) -> Tensor:
         part = {k: v.to(trainee.device) if isinstance(v, Tensor) else v for k, v in part.items()}
         with trainee.engine.accumulating(last=index == len(step.micro_batches)):
             out = trainee.module(**part)
-            out.loss.backward()
+            trainee.engine.backward(out.loss)
         loss += out.loss.detach()
     trainee.engine.reduce()
     return loss
@@ -202,7 +204,7 @@ def _backward(trainee: Trainee, step: Step) -> Tensor:
 
 def _introduce(config: RunConfig, trainee: Trainee) -> str:
     mesh = trainee.mesh
-    count = sum(parameter.numel() for parameter in trainee.model.parameters())
+    count = sum(whole_shape(parameter).numel() for parameter in trainee.model.parameters())
     return (
         f"{config.model.name}: {count:,} parameters, engine {trainee.engine.name} on {mesh.world.size} "
         f"{trainee.device.type} process{'es' if mesh.world.size > 1 else ''}, sequence_length "

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from longspan.config import RunConfig
+from longspan.engines import build_engine
 from longspan.errors import TopologyError
 from longspan.integrations.models import check_fit, load_model_config
 from longspan.integrations.tokenizer import encode, load_tokenizer
@@ -15,13 +18,16 @@ from longspan.train.data import Corpus, Report, read_corpus
 
 
 def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
-    """Check the output folder, the optimizer, the degrees, the model's config and the data, and return the data.
+    """Check the output folder, the optimizer, the engine, the degrees, the model and the data, and return the data.
 
     Raises:
         LongspanError: the first of them that cannot work.
     """
     check_output(Path(config.output_dir), config.overwrite)
     check_kind(config.optimizer.kind)
+    build_engine(
+        config.engine, world_size, None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
+    )
     if config.optimizer.step_in_backward and world_size > 1:
         raise TopologyError(
             f"optimizer.step_in_backward serves one process, not {world_size}, as gradients are reduced after it. "

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attention.build import Attend
@@ -27,6 +26,7 @@ from longspan.integrations.transformers.norm import NormForward
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
 from longspan.integrations.transformers.routers import Routers
+from longspan.integrations.transformers.zero import DeepSpeedCheck
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
 from longspan.plan.keep import Keep, Memory
@@ -36,6 +36,7 @@ from longspan.stream.compiled import Compiler
 from longspan.stream.layer import Streamed
 from longspan.stream.passage import Passage
 from longspan.stream.stash import Stash
+from longspan.weights import sharded
 
 
 class Applied:
@@ -81,6 +82,7 @@ class Applied:
         if memory.streams:
             self._stream()
         self.model._longspan_applied = self  # type: ignore[assignment]
+        self.model.set_deepspeed_parallelism = DeepSpeedCheck(mesh, grad_reduction)  # type: ignore[assignment]
 
     def decide(self, automatic: Automatic) -> None:
         """Let what layers keep be decided for each length of rows."""
@@ -93,6 +95,8 @@ class Applied:
             (layer, Streamed(layer, i, f"{parts.layers_name}.{i} ({type(layer).__name__})", CONTEXT))
             for i, layer in enumerate(parts.layers)
         )
+        for layer in parts.layers:
+            layer._z3_leaf = True  # type: ignore[assignment]  (ZeRO-3 then gathers a layer as a whole, once per pass)
         if parts.norm is not None:
             self._replace([(parts.norm, NormForward(self, parts.norm))])
 
@@ -236,8 +240,10 @@ class Applied:
         """
         world = self.mesh.world
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if any(isinstance(p, DTensor) for p in parameters):
-            raise ModelError("FSDP2 reduces the gradients of its parameters itself; do not call reduce_gradients.")
+        if any(map(sharded, parameters)):
+            raise ModelError(
+                "The engine that shards the parameters reduces their gradients; leave reduce_gradients out."
+            )
         if world.size == 1 or not parameters:
             return
         present = torch.tensor([p.grad is not None for p in parameters], device=parameters[0].device, dtype=torch.int8)
@@ -287,7 +293,9 @@ class Applied:
         self.stash.close()
         if replaced:
             use_attention(self.model, self._plain_attention)
-            del self.model._longspan_applied
+            del self.model._longspan_applied, self.model.set_deepspeed_parallelism
+            for layer in self.layers:
+                vars(layer).pop("_z3_leaf", None)
             self.routers.remove()
 
 

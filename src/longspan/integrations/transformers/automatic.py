@@ -11,8 +11,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from longspan import weights
 from longspan.errors import ConfigError
 from longspan.integrations.shapes import model_shape
 from longspan.integrations.transformers.parts import Parts
@@ -100,7 +100,7 @@ class Automatic:
         Raises:
             ConfigError: nothing fits, with the numbers.
         """
-        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        sharded = any(map(weights.sharded, model.parameters()))
         key = (rows, tokens, sharded)
         if key not in self.plans:
             self.plans[key] = self._decide(self._task(model, sharded), rows, tokens)
@@ -112,9 +112,9 @@ class Automatic:
             place, world = self.place, self.mesh.world.size
             cluster = Cluster(place.machine, world, place.node_ranks, place.device_bytes, place.host_bytes)
             degrees = Degrees(self.base.ulysses_degree, self.base.ring_degree, self.base.reasons[0])
-            weights = list(model.parameters())
-            itemsize = sum(p.numel() * p.element_size() for p in weights) / sum(p.numel() for p in weights)
-            trained = max((p.element_size() for p in weights if p.requires_grad), default=4)
+            held = [(weights.whole_shape(p).numel(), p) for p in model.parameters()]
+            itemsize = sum(count * p.element_size() for count, p in held) / sum(count for count, _ in held)
+            trained = max((p.element_size() for _, p in held if p.requires_grad), default=4)
             optimizer = self.optimizer or replace(Optimizer.adamw(trained), weight_bytes=itemsize)
             self.tasks[sharded] = Task(
                 model_shape(model, self.operands),

@@ -15,6 +15,7 @@ from longspan.attention.call import Request
 from longspan.batch import CACHES, CONTEXT, Shard
 from longspan.errors import BatchError, ModelError, TopologyError
 from longspan.integrations.transformers.attention import NAME
+from longspan.integrations.transformers.carry import Carry
 from longspan.integrations.transformers.objective import balance_loss, global_loss
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
 from longspan.kernels.fit import FitKernel
@@ -22,6 +23,7 @@ from longspan.loss import Head, tiled_loss, token_logps
 from longspan.mesh import Mesh
 from longspan.stream.routing import Balance
 from longspan.stream.segment import Segment
+from longspan.weights import under_zero3
 
 if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
@@ -50,15 +52,15 @@ class ForwardCall:
         self.compiler = None if self.memory.compile is None else applied.compiler
         self.names, self.shift_labels, self.output = names, shift_labels, output
         self.fitting, self.last = applied.fitting, len(applied.layers) - 1
-        self.results: tuple[Tensor, ...] = ()  # what the head made
+        self.carry = Carry()  # of what the head makes
         self.passage = applied.passage(shard, self.memory)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
 
-    def left_behind(self) -> tuple[tuple[Tensor, ...], Balance | None]:
+    def left_behind(self) -> tuple[Carry, Balance | None]:
         """Return what the head and the gates made, and hold no part of the graph any more: its nodes hold this call."""
-        left = self.results, self.balance
-        self.results, self.balance, self.segment = (), None, None
+        left = self.carry, self.balance
+        self.carry, self.balance, self.segment = Carry(), None, None
         return left
 
     def attend_in(self, layer: int) -> Attend:
@@ -114,7 +116,8 @@ class Forward:
                 out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
-            results, balance = call.left_behind()
+            carry, balance = call.left_behind()
+        results = carry.unload(out.logits)
         if call.shift_labels is not None and not results:
             raise ModelError(
                 f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
@@ -256,18 +259,20 @@ class HeadForward:
         labels = call.shift_labels
         if labels is not None:
             labels = labels.to(hidden.device, non_blocking=True)
+        results: tuple[Tensor, ...] = ()
         if call.output == "logps" and labels is not None:
-            call.results = (token_logps(hidden, head, labels),)
+            results = (token_logps(hidden, head, labels),)
         elif call.output == "logps_and_entropy" and labels is not None:
-            call.results = token_logps(hidden, head, labels, entropy=True)
+            results = token_logps(hidden, head, labels, entropy=True)
         elif self.applied.logits:
             logits = self.original(hidden, *args, **kwargs)
             if labels is not None:
-                call.results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels),)
-            return logits
+                results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels),)
+            gathers = any(map(under_zero3, head.parameters))
+            return call.carry.load(logits, results) if gathers else call.carry.beside(logits, results)
         elif labels is not None:
-            call.results = (tiled_loss(hidden, head, labels),)
-        return hidden.new_empty(*hidden.shape[:2], 0)
+            results = (tiled_loss(hidden, head, labels),)
+        return call.carry.load(hidden.new_empty(*hidden.shape[:2], 0), results)
 
 
 def _compare_batches(shard: Shard, mesh: Mesh) -> None:
