@@ -26,7 +26,7 @@ def whole(parameters: Sequence[Tensor], module: nn.Module) -> Iterator[None]:
     Cost: an all-gather of the parameters that are not whole already. Nothing inside communicates, so ranks may run
         unlike numbers of tiles.
     """
-    from deepspeed.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
+    import deepspeed
 
     held = {id(parameter) for parameter in parameters}
     quiet = [each for each in module.modules() if all(id(p) in held for p in each.parameters())]
@@ -34,7 +34,7 @@ def whole(parameters: Sequence[Tensor], module: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         missing = [p for p in parameters if hasattr(p, "ds_id") and p.numel() != p.ds_numel]  # type: ignore[attr-defined]
         if missing:
-            stack.enter_context(GatheredParameters(missing))
+            stack.enter_context(deepspeed.zero.GatheredParameters(missing))
         try:
             for each in quiet:
                 each._forward_pre_hooks, each._forward_hooks = (
