@@ -164,6 +164,27 @@ def test_every_way_to_name_a_model_and_to_load_it(run_ranks: Any, tmp_path: Any)
     run_ranks(2, entry_points, str(tmp_path))
 
 
+def changed_in_place() -> None:
+    """The same tensor of position ids, with other documents in it."""
+    model, kinds = build(config()), ("plain", "packed")
+    names = ("input_ids", "position_ids")
+    whole = {kind: model(**{name: rows(kind)[name] for name in names}).logits for kind in kinds}
+    half = slice(12 * dist.get_rank(), 12 * dist.get_rank() + 12)
+    positions = rows("plain")["position_ids"][:, half].clone()
+    register(model, "sdpa", 2, 2)
+    try:
+        for kind in (*kinds, "plain"):
+            positions.copy_(rows(kind)["position_ids"][:, half])
+            found = model(input_ids=rows(kind)["input_ids"][:, half], position_ids=positions).logits
+            torch.testing.assert_close(found, whole[kind][:, half], rtol=REL, atol=REL)
+    finally:
+        UlyssesSPAttentionHF.unregister()
+
+
+def test_position_ids_that_change_in_place(run_ranks: Any) -> None:
+    run_ranks(2, changed_in_place)
+
+
 def in_eval() -> None:
     model = build(config())
     whole = {name: rows("padded")[name] for name in ("input_ids", "position_ids", "attention_mask")}

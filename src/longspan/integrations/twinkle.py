@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.batch import CONTEXT, Shard
 from longspan.errors import BatchError, ConfigError, ModelError, TopologyError
-from longspan.forwards import Forwards
 from longspan.integrations.transformers.applied import Applied
 from longspan.integrations.transformers.prepare import prepare
 
@@ -90,7 +89,6 @@ class SequenceParallelStrategy:
         self.config = SequenceParallelConfig.of(sp_config)
         self.device_mesh, self.model, self.tokenizer_id = device_mesh, model, tokenizer_id
         self.handle: Applied | None = None
-        self._replaced = Forwards()
         self._shard: Shard | None = None
 
     @property
@@ -128,7 +126,7 @@ class SequenceParallelStrategy:
         mesh = _mesh(self.device_mesh)
         self.handle = prepare(self.model, size, ulysses_degree=ulysses, ring_degree=ring, mesh=mesh, logits=True)
         inner = self.handle.model
-        self._replaced.replace(inner, _ShardingForward(self, inner.forward))
+        inner.forward = _ShardingForward(self, inner.forward)  # the handle knows the model's own, and gives it back
         return True
 
     def preprocess_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +158,6 @@ class SequenceParallelStrategy:
     def remove(self) -> None:
         """Give the model back as it was."""
         if self.handle is not None:
-            self._replaced.restore()
             self.handle.remove()
         self.handle, self._shard = None, None
 
