@@ -1,0 +1,209 @@
+"""Sequence parallelism in the manner of Twinkle: a strategy object that makes a model shard its own batches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from longspan.batch import CONTEXT, Shard
+from longspan.errors import BatchError, ConfigError, ModelError, TopologyError
+from longspan.integrations.transformers.applied import Applied
+from longspan.integrations.transformers.prepare import prepare
+
+
+@dataclass(frozen=True)
+class SequenceParallelConfig:
+    """What `SequenceParallelStrategy` takes as its `sp_config`, also as a mapping of these names.
+
+    Args:
+        ulysses_size: ranks that share a sequence, in all: heads are divided gcd(KV heads, ulysses_size) times, a ring
+            has the rest. None takes it from the mesh.
+        gather_logits: give whole logits back, on every rank.
+        enabled: False leaves the model alone.
+        ulysses_degree, ring_degree: divide the ranks by hand.
+    """
+
+    ulysses_size: int | None = None
+    gather_logits: bool = True
+    enabled: bool = True
+    ulysses_degree: int | None = None
+    ring_degree: int | None = None
+
+    @classmethod
+    def of(cls, given: SequenceParallelConfig | Mapping[str, Any] | None) -> SequenceParallelConfig:
+        """Read settings.
+
+        Raises:
+            ConfigError: a name that is unknown, or a size that is no number of ranks.
+        """
+        if isinstance(given, SequenceParallelConfig):
+            return given
+        unknown = sorted(set(given or {}) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(
+                f"sp_config has no setting '{unknown[0]}'; it knows {', '.join(cls.__dataclass_fields__)}."
+            )
+        return cls(**given or {})
+
+    def __post_init__(self) -> None:
+        for name in ("ulysses_size", "ulysses_degree", "ring_degree"):
+            size = getattr(self, name)
+            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}.")
+        for name in ("gather_logits", "enabled"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}.")
+
+
+class SequenceParallelStrategy:
+    """Make a transformers causal language model divide whole batches over ranks by itself.
+
+    After `initialize()` the model takes whole batches, the same on every rank of a sequence, and returns the global
+    loss if there are labels, and logits: whole, unpadded and in order with `gather_logits`, else those of this rank.
+    Labels are as transformers takes them, those of the tokens; `shift_labels` are the targets of each position itself.
+    All that changes is this model; several strategies serve several models.
+
+    Args:
+        device_mesh: a torch DeviceMesh with an axis `sp` or `cp`, or any mesh of all processes in their order, in which
+            neighbours share a sequence; None for all processes.
+        sp_config: a `SequenceParallelConfig` or a mapping; None takes the size from the mesh.
+        model: a causal language model, bare or inside PEFT, before any engine wraps it.
+        tokenizer_id: not needed, since padding never has an effect.
+    """
+
+    def __init__(
+        self,
+        device_mesh: Any = None,
+        sp_config: SequenceParallelConfig | Mapping[str, Any] | None = None,
+        model: nn.Module | None = None,
+        tokenizer_id: str | None = None,
+    ) -> None:
+        self.config = SequenceParallelConfig.of(sp_config)
+        self.device_mesh, self.model, self.tokenizer_id = device_mesh, model, tokenizer_id
+        self.handle: Applied | None = None
+        self._shard: Shard | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence; 1 if the strategy is not enabled."""
+        if not self.config.enabled:
+            return 1
+        asked, size = self.config.ulysses_size, getattr(self.device_mesh, "ulysses_size", None)
+        if asked is None and size is None and isinstance(self.device_mesh, DeviceMesh):
+            size = _axis_size(self.device_mesh)
+        if asked is not None and size is not None and asked != size:
+            raise ConfigError(f"sp_config says ulysses_size {asked}, the device mesh {size}.")
+        size = asked if asked is not None else size
+        return 1 if size is None else int(size)
+
+    def initialize(self) -> bool:
+        """Make the model sequence parallel, on every process; doing so again does nothing.
+
+        Returns:
+            Whether sequences are divided.
+
+        Raises:
+            ModelError, TopologyError: as `longspan.prepare`.
+        """
+        size = self.size
+        if self.handle is not None or size == 1:
+            return size > 1
+        if self.model is None:
+            raise ModelError("SequenceParallelStrategy needs a model to initialize.")
+        config: Any = self.model.config
+        ulysses, ring = self.config.ulysses_degree, self.config.ring_degree
+        if ulysses is None and ring is None:
+            text = config.get_text_config()
+            ulysses = math.gcd(getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size)
+        mesh = _mesh(self.device_mesh)
+        self.handle = prepare(self.model, size, ulysses_degree=ulysses, ring_degree=ring, mesh=mesh, logits=True)
+        inner = self.handle.model
+        inner.forward = _ShardingForward(self, inner.forward)  # the handle knows the model's own, and gives it back
+        return True
+
+    def preprocess_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a whole batch, which the model takes as well."""
+        if self.handle is None:
+            self._require_initialized()
+            return dict(inputs)
+        part = self.handle.shard(inputs)
+        self._shard = part[CONTEXT]
+        return part
+
+    def postprocess(self, outputs: Any) -> Any:
+        """Give outputs of a part from `preprocess_inputs` whole logits, with `gather_logits`; others stay as they are.
+
+        Differentiable: a loss that every rank computes alike from whole logits has the gradients of one process, under
+        engines that average them.
+        """
+        shard, self._shard = self._shard, None
+        logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+        if self.handle is None or shard is None or logits is None or not self.config.gather_logits:
+            return outputs
+        whole = self.handle.gather(logits, shard)
+        if isinstance(outputs, Tensor):
+            return whole
+        return type(outputs)(**{**outputs, "logits": whole})
+
+    postprocess_outputs = postprocess
+
+    def remove(self) -> None:
+        """Give the model back as it was."""
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle, self._shard = None, None
+
+    def _require_initialized(self) -> None:
+        if self.size > 1:
+            raise ConfigError("Call initialize() before handing batches to the strategy.")
+
+
+class _ShardingForward:
+    """Stands in for the `forward` of a prepared model: takes whole batches too."""
+
+    def __init__(self, strategy: SequenceParallelStrategy, prepared: Any) -> None:
+        self.strategy, self.prepared = strategy, prepared
+        functools.update_wrapper(self, prepared)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        strategy = self.strategy
+        handle = strategy.handle
+        assert handle is not None
+        if handle.bypassed or CONTEXT in kwargs:
+            return self.prepared(*args, **kwargs)
+        if len(args) > 1 or (args and "input_ids" in kwargs):
+            raise BatchError(f"Pass a batch by name; got {len(args)} tensors without one.")
+        batch = {**({"input_ids": args[0]} if args else {}), **kwargs}
+        part = strategy.preprocess_inputs({name: value for name, value in batch.items() if value is not None})
+        return strategy.postprocess(self.prepared(**part))
+
+
+def _axis_size(mesh: DeviceMesh) -> int | None:
+    """Return the size of a mesh's sequence axis, if it has one."""
+    names = mesh.mesh_dim_names or ()
+    return next((mesh.size(names.index(name)) for name in ("sp", "cp") if name in names), None)
+
+
+def _mesh(mesh: Any) -> DeviceMesh | None:
+    """Return a mesh with a sequence axis; None for one whose processes are all of them, in order."""
+    if mesh is None or (isinstance(mesh, DeviceMesh) and _axis_size(mesh) is not None):
+        return mesh
+    ranks = getattr(mesh, "mesh", None)
+    if ranks is None:
+        raise TopologyError(f"device_mesh must be a mesh of processes or None, got {type(mesh).__name__}.")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    found = torch.as_tensor(ranks).flatten().tolist()
+    if found != list(range(world)):
+        raise TopologyError(
+            f"The device mesh holds processes {found[:8]}{' ...' if len(found) > 8 else ''} and has no axis 'sp' or "
+            f"'cp'; without one it must hold all {world} in their order."
+        )
+    return None
