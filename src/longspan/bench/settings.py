@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from longspan.bench.memory import parse_memory
 from longspan.errors import ConfigError
+from longspan.plan.setup import IN_BACKWARD
 
 AUTO = "auto"
 
@@ -19,7 +20,7 @@ class Work:
         sp: processes, all of which share a sequence.
         layers: of the model; None for all.
         engine: `fsdp2`: float32 parameters, bfloat16 compute on GPUs. `single`: parameters of the compute type, whole.
-            `auto`: single where one process keeps its optimizer on the host, else fsdp2.
+            `auto`: single where one process steps inside backward, else fsdp2.
         optimizer: a kind of `longspan.optim`.
         host_memory_bytes: what plans may use of this host.
     """
@@ -42,7 +43,7 @@ class Work:
     @property
     def in_backward(self) -> bool:
         """Whether each parameter is stepped as soon as its gradient is there."""
-        return self.sp == 1 and self.optimizer == "adamw-host" and self.engine != "fsdp2"
+        return self.sp == 1 and self.optimizer in IN_BACKWARD and self.engine != "fsdp2"
 
     @property
     def chosen_engine(self) -> str:

@@ -12,7 +12,7 @@ from longspan.plan.keep import Keep
 from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.plan import Plan
-from longspan.plan.setup import OPTIMIZERS, Optimizer, Setup
+from longspan.plan.setup import IN_BACKWARD, OPTIMIZERS, Optimizer, Setup
 from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Choice, fits, solve
 from longspan.plan.tiles import (
@@ -57,9 +57,9 @@ class Task:
     def setups(self, tokens: int, optimizer: Optimizer) -> Iterator[Setup]:
         """Yield the setups for a length, by size of tile: the largest that is sensible, and smaller ones.
 
-        One process whose optimizer lives on the host steps inside backward, without an engine.
+        One process whose optimizer spares memory steps inside backward, without an engine.
         """
-        alone = bool(optimizer.host_bytes) and self.cluster.gpus == 1
+        alone = optimizer.name in IN_BACKWARD and self.cluster.gpus == 1
         base = Setup(
             self.shape,
             self.cluster,

@@ -59,6 +59,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
 moments in host memory. adamw8bit: moments of one byte with a scale per block. adamw-bf16-sr: weights and moments in
 bf16, rounded stochastically."""
 
+IN_BACKWARD = ("adamw-host", "adamw-bf16-sr")
+"""Where there is one process, these step inside backward: both take bf16 parameters and leave them whole."""
+
 
 def find_optimizer(name: str) -> Optimizer:
     """Return an optimizer by name.
