@@ -1,0 +1,195 @@
+"""Trainers of a tiny model on processes of the pool, and what is compared of them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from steps import adapted
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig, Trainer, TrainingArguments
+
+from longspan.check.float64 import float64_throughout
+from longspan.integrations.trainer import enable
+
+VOCABULARY = 53
+STEPS = 3
+LENGTHS = (17, 30, 9, 25, 12, 21, 14, 28, 11, 19, 8, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: three optimizer steps of two micro-batches of two rows, over all data ranks."""
+
+    engine: str = "ddp"
+    world: int = 1
+    size: int = 1
+    kind: str = "trainer"
+    lora: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    cp_axis: bool = False
+
+
+def build(seed: int = 7, lora: bool = False, **changed: Any) -> Any:
+    """Build a model in fp64."""
+    torch.manual_seed(seed)
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    config = LlamaConfig(**(sizes | changed))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float64).to(torch.float64)
+    return adapted(model) if lora else model
+
+
+def rows(count: int = 12) -> list[dict[str, list[int]]]:
+    """Return rows of unlike lengths and numbers of targets; the third micro-batch of two has no target at all."""
+    made = []
+    for index in range(count):
+        length = LENGTHS[index % len(LENGTHS)]
+        ids = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(index)).tolist()
+        masked = length if index in (4, 5) else (0, 11, 4, 5)[index % 4]
+        made.append({"input_ids": ids, "labels": [-100] * masked + ids[masked:]})
+    return made
+
+
+class Padded:
+    """Pad on the right."""
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(e["input_ids"]) for e in examples)
+        fill = {"input_ids": 0, "labels": -100}
+        batch = {
+            name: torch.tensor([list(e[name]) + [value] * (longest - len(e[name])) for e in examples])
+            for name, value in fill.items()
+        }
+        lengths = torch.tensor([len(e["input_ids"]) for e in examples])
+        return batch | {"attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
+
+
+@contextmanager
+def accelerated(case: Case) -> Iterator[None]:
+    """Start accelerate anew, as a launcher would for this engine; on the CPU it must be told that FSDP2 can run."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    def reset() -> None:
+        for state in (AcceleratorState, GradientState):
+            state._reset_state()
+        PartialState._reset_state()
+
+    before = dict(os.environ)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost",
+        MASTER_PORT="29511", ACCELERATE_USE_CPU="true",
+    )
+    reset()
+    try:
+        yield
+    finally:
+        reset()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def arguments(case: Case, folder: str, kind: Any = TrainingArguments, **changed: Any) -> Any:
+    """Return the training arguments of a case: two rows over all data ranks, accumulated twice."""
+    replicas = case.world // case.size
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": 2 // replicas,
+        "per_device_eval_batch_size": 2 // replicas,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "learning_rate": 0.01,
+        "optim": "adamw_torch",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_grad_norm": 0.5,
+        "ddp_backend": "gloo",
+        "dataloader_pin_memory": False,
+        "bf16": False,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+    }
+    if case.engine == "fsdp2":
+        settings |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+        if case.cp_axis:
+            from accelerate import ParallelismConfig
+
+            settings["parallelism_config"] = ParallelismConfig(cp_size=case.size, dp_shard_size=replicas)
+    made = kind(**(settings | case.arguments | changed))
+    if case.engine == "fsdp2":
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType
+
+        made._setup_devices
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return made
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    """Return the whole values of what is trained."""
+    found = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            value = p.detach()
+            found[name.removeprefix("module.")] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return found
+
+
+def make(case: Case, folder: str, **parts: Any) -> Any:
+    """Make the trainer of a case."""
+    model = parts.pop("model", None) or build(lora=case.lora)
+    changed = parts.pop("arguments", {})
+    options: dict[str, Any] = {"train_dataset": rows(), "eval_dataset": rows()[:5]} | parts
+    if case.kind == "sft":
+        from trl import SFTConfig
+
+        return sft(case, model, arguments(case, folder, SFTConfig, **changed), options)
+    collator = DataCollatorWithFlattening() if case.kind == "flat" else Padded()
+    options.setdefault("data_collator", collator)
+    return Trainer(model, arguments(case, folder, **changed), **options)
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train, evaluate, and return what must equal one process."""
+    with accelerated(case), float64_throughout(), tempfile.TemporaryDirectory() as folder:
+        trainer = make(case, folder)
+        start = whole(trainer.model)
+        if case.size > 1:
+            enable(trainer, None if case.cp_axis else case.size, **case.options)
+        evaluated = trainer.evaluate() if case.engine != "fsdp2" else {}
+        trainer.train()
+        evaluated_after = trainer.evaluate()
+        end = whole(trainer.model)
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return {
+            "losses": [entry["loss"] for entry in logs],
+            "norms": [entry["grad_norm"] for entry in logs],
+            "logs": trainer.state.log_history,
+            "eval": [m["eval_loss"] for m in (evaluated, evaluated_after) if m],
+            "moved": {name: end[name] - start[name] for name in end},
+            "flos": trainer.state.total_flos,
+        }
