@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +23,8 @@ from longspan.integrations.trainer import enable
 
 VOCABULARY = 53
 STEPS = 3
+METRICS = ("entropy", "mean_token_accuracy", "num_tokens", "eval_entropy", "eval_mean_token_accuracy", "aux_loss")
+"""What TRL's trainer reports besides the loss."""
 LENGTHS = (17, 30, 9, 25, 12, 21, 14, 28, 11, 19, 8, 16)
 
 
@@ -163,14 +165,59 @@ def make(case: Case, folder: str, **parts: Any) -> Any:
     """Make the trainer of a case."""
     model = parts.pop("model", None) or build(lora=case.lora)
     changed = parts.pop("arguments", {})
+    if case.kind in ("sft", "chat"):
+        return sft(case, folder, model, changed, parts)
     options: dict[str, Any] = {"train_dataset": rows(), "eval_dataset": rows()[:5]} | parts
-    if case.kind == "sft":
-        from trl import SFTConfig
-
-        return sft(case, model, arguments(case, folder, SFTConfig, **changed), options)
     collator = DataCollatorWithFlattening() if case.kind == "flat" else Padded()
     options.setdefault("data_collator", collator)
     return Trainer(model, arguments(case, folder, **changed), **options)
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of whole words, t1 to t52, with a chat template that marks what an assistant says."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<end>": 1, "<user>": 2, "<assistant>": 3} | {f"t{i}": i for i in range(4, VOCABULARY)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", unk_token="<pad>")
+    made.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<assistant> ' }}{% generation %}"
+        "{{ m['content'] + ' <end> ' }}{% endgeneration %}{% else %}{{ '<user> ' + m['content'] + ' ' }}{% endif %}"
+        "{% endfor %}"
+    )
+    return made
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    """Return conversations of unlike lengths."""
+    made = []
+    for index in range(count):
+        draw = torch.Generator().manual_seed(index)
+        words = [f"t{int(i)}" for i in torch.randint(4, VOCABULARY, (LENGTHS[index % 12],), generator=draw)]
+        half = len(words) // 2
+        turns = [{"role": "user", "content": " ".join(words[:half])}]
+        made.append({"messages": turns + [{"role": "assistant", "content": " ".join(words[half:])}]})
+    return made
+
+
+def sft(case: Case, folder: str, model: Any, changed: dict[str, Any], parts: dict[str, Any]) -> Any:
+    """Make TRL's trainer: the rows of `rows`, or packed conversations of which the assistant's part is learned."""
+    from datasets import Dataset, disable_progress_bars
+    from trl import SFTConfig, SFTTrainer
+
+    disable_progress_bars()
+    chat = case.kind == "chat"
+    found = Dataset.from_list(chats(40) if chat else rows())
+    settings: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    if chat:
+        settings = {"packing": True, "max_length": 48, "eval_packing": True, "assistant_only_loss": True}
+    args = arguments(case, folder, SFTConfig, **settings, **changed)
+    options = {"train_dataset": found, "eval_dataset": found.select(range(5)), "processing_class": tokenizer()}
+    trainer = SFTTrainer(model, args, **(options | parts))
+    trainer.train_dataset = trainer.train_dataset.select(range(12))
+    return trainer
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -180,15 +227,18 @@ def run(case: Case) -> dict[str, Any]:
         start = whole(trainer.model)
         if case.size > 1:
             enable(trainer, None if case.cp_axis else case.size, **case.options)
+            assert trainer.get_total_train_batch_size(trainer.args) == 4
         evaluated = trainer.evaluate() if case.engine != "fsdp2" else {}
         trainer.train()
         evaluated_after = trainer.evaluate()
         end = whole(trainer.model)
+        sharded = any(isinstance(p, DTensor) for p in trainer.model.parameters())
+        assert sharded == (case.engine == "fsdp2"), "another engine than asked for"
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         return {
             "losses": [entry["loss"] for entry in logs],
             "norms": [entry["grad_norm"] for entry in logs],
-            "logs": trainer.state.log_history,
+            "metrics": [{k: e[k] for k in METRICS if k in e} for e in trainer.state.log_history],
             "eval": [m["eval_loss"] for m in (evaluated, evaluated_after) if m],
             "moved": {name: end[name] - start[name] for name in end},
             "flos": trainer.state.total_flos,
