@@ -173,6 +173,13 @@ def make(case: Case, folder: str, **parts: Any) -> Any:
     return Trainer(model, arguments(case, folder, **changed), **options)
 
 
+def smooth(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Return a loss of one's own, of all logits."""
+    logits = outputs.logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return losses.square().sum() / (1 if num_items_in_batch is None else num_items_in_batch)
+
+
 def tokenizer() -> Any:
     """Return a tokenizer of whole words, t1 to t52, with a chat template that marks what an assistant says."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -205,7 +212,8 @@ def chats(count: int) -> list[dict[str, Any]]:
 def sft(case: Case, folder: str, model: Any, changed: dict[str, Any], parts: dict[str, Any]) -> Any:
     """Make TRL's trainer: the rows of `rows`, or packed conversations of which the assistant's part is learned."""
     from datasets import Dataset, disable_progress_bars
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     disable_progress_bars()
     chat = case.kind == "chat"
@@ -215,7 +223,7 @@ def sft(case: Case, folder: str, model: Any, changed: dict[str, Any], parts: dic
         settings = {"packing": True, "max_length": 48, "eval_packing": True, "assistant_only_loss": True}
     args = arguments(case, folder, SFTConfig, **settings, **changed)
     options = {"train_dataset": found, "eval_dataset": found.select(range(5)), "processing_class": tokenizer()}
-    trainer = SFTTrainer(model, args, **(options | parts))
+    trainer: Any = SFTTrainer(model, args, **(options | parts))
     trainer.train_dataset = trainer.train_dataset.select(range(12))
     return trainer
 

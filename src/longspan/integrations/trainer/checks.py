@@ -91,7 +91,7 @@ def _of_arguments(args: Any) -> Iterator[_Problem]:
 
 
 def _of_engine(trainer: Any) -> Iterator[_Problem]:
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    plugin: Any = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if trainer.is_fsdp_xla_enabled or (trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2):
         yield False, "Only FSDP2 keeps the parameters as longspan needs them: set fsdp_config={'version': 2}."
     if trainer.is_fsdp_enabled and plugin.activation_checkpointing:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from longspan.batch import count_targets
 from longspan.errors import ConfigError, LongspanError
-from longspan.integrations.trainer.checks import chosen_size, check
+from longspan.integrations.trainer.checks import check, chosen_size
 from longspan.integrations.trainer.model import FullBatch
 from longspan.integrations.trainer.overrides import Overrides
 from longspan.integrations.trainer.replicas import Replicas
@@ -203,7 +204,7 @@ class EnabledTrainer:
         found = self.replicas.gather(data)
         if rows is None or scalar:
             return found
-        return torch.utils._pytree.tree_map(lambda t: t[:rows], found)
+        return tree_map(lambda t: t[:rows], found)
 
     def _real_rows(self) -> int | None:
         """Return the rows of all data ranks in the batch at hand, None where nothing need be cut off."""
@@ -262,9 +263,6 @@ def enable(
     enabled = EnabledTrainer(trainer, handle, token_fields)
     enabled.settings = settings
     return enabled
-
-
-
 
 
 def _tell(text: str) -> None:
