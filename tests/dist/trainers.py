@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,17 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     cp_axis: bool = False
+
+
+    @property
+    def zero(self) -> bool:
+        """Whether DeepSpeed holds the parameters, which computes in fp32 at most."""
+        return self.engine.startswith("zero")
+
+    @property
+    def wide(self) -> bool:
+        """Whether all is computed in fp64."""
+        return not (self.zero or self.arguments.get("optim") == "sgd")
 
 
 def build(seed: int = 7, lora: bool = False, **changed: Any) -> Any:
@@ -88,6 +99,13 @@ class Padded:
 
 
 @contextmanager
+def precise(case: Case) -> Iterator[None]:
+    """Compute in fp64 where the case does."""
+    with float64_throughout() if case.wide else nullcontext():
+        yield
+
+
+@contextmanager
 def accelerated(case: Case) -> Iterator[None]:
     """Start accelerate anew, as a launcher would for this engine; on the CPU it must be told that FSDP2 can run."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -101,15 +119,35 @@ def accelerated(case: Case) -> Iterator[None]:
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost",
-        MASTER_PORT="29511", ACCELERATE_USE_CPU="true",
+        MASTER_PORT="29511",
     )
     reset()
     try:
-        yield
+        with _deepspeed() if case.zero else nullcontext():
+            yield
     finally:
         reset()
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _deepspeed() -> Iterator[None]:
+    """Have what DeepSpeed expects, and its groups made anew, as the processes of the pool may be others than before."""
+    from deepspeed import comm
+    from deepspeed.utils import groups
+    from launched import launched
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    def forget() -> None:
+        groups._release_process_group_references(None)
+        comm.comm.cdb = None
+        unset_hf_deepspeed_config()  # or models of later cases would be divided as they are made
+
+    with launched():
+        forget()
+        yield
+        forget()
 
 
 def arguments(case: Case, folder: str, kind: Any = TrainingArguments, **changed: Any) -> Any:
@@ -141,7 +179,11 @@ def arguments(case: Case, folder: str, kind: Any = TrainingArguments, **changed:
             from accelerate import ParallelismConfig
 
             settings["parallelism_config"] = ParallelismConfig(cp_size=case.size, dp_shard_size=replicas)
+    if case.zero:
+        settings |= {"deepspeed": zero_config(int(case.engine[-1])), "optim": "sgd", "learning_rate": 0.1}
     made = kind(**(settings | case.arguments | changed))
+    if case.zero:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if case.engine == "fsdp2":
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
@@ -151,19 +193,40 @@ def arguments(case: Case, folder: str, kind: Any = TrainingArguments, **changed:
     return made
 
 
+def zero_config(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's settings as users of Trainer write them."""
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+
+
 def whole(model: Any) -> dict[str, Tensor]:
     """Return the whole values of what is trained."""
     found = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            value = p.detach()
-            found[name.removeprefix("module.")] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            found[name.removeprefix("module.")] = _whole(p)
     return found
+
+
+def _whole(p: Any) -> Tensor:
+    value = p.detach()
+    if hasattr(p, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([p]):
+            return value.clone()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 def make(case: Case, folder: str, **parts: Any) -> Any:
     """Make the trainer of a case."""
     model = parts.pop("model", None) or build(lora=case.lora)
+    model = model if case.wide else model.float()
     changed = parts.pop("arguments", {})
     if case.kind in ("sft", "chat"):
         return sft(case, folder, model, changed, parts)
@@ -230,22 +293,24 @@ def sft(case: Case, folder: str, model: Any, changed: dict[str, Any], parts: dic
 
 def run(case: Case) -> dict[str, Any]:
     """Train, evaluate, and return what must equal one process."""
-    with accelerated(case), float64_throughout(), tempfile.TemporaryDirectory() as folder:
+    with accelerated(case), precise(case), tempfile.TemporaryDirectory() as folder:
         trainer = make(case, folder)
         start = whole(trainer.model)
         if case.size > 1:
             enable(trainer, None if case.cp_axis else case.size, **case.options)
             assert trainer.get_total_train_batch_size(trainer.args) == 4
-        evaluated = trainer.evaluate() if case.engine != "fsdp2" else {}
+        evaluated = trainer.evaluate() if case.engine in ("none", "ddp") else {}
         trainer.train()
         evaluated_after = trainer.evaluate()
         end = whole(trainer.model)
         sharded = any(isinstance(p, DTensor) for p in trainer.model.parameters())
         assert sharded == (case.engine == "fsdp2"), "another engine than asked for"
+        if case.zero:
+            assert trainer.deepspeed.zero_optimization_stage() == int(case.engine[-1])
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         return {
             "losses": [entry["loss"] for entry in logs],
-            "norms": [entry["grad_norm"] for entry in logs],
+            "norms": [entry["grad_norm"] for entry in logs if "grad_norm" in entry],  # stage 0 tells none
             "metrics": [{k: e[k] for k in METRICS if k in e} for e in trainer.state.log_history],
             "eval": [m["eval_loss"] for m in (evaluated, evaluated_after) if m],
             "moved": {name: end[name] - start[name] for name in end},

@@ -22,6 +22,7 @@ from longspan.integrations.trainer.model import FullBatch
 from longspan.integrations.trainer.overrides import Overrides
 from longspan.integrations.trainer.replicas import Replicas
 from longspan.integrations.trainer.rows import EvaluationRows, Share, evaluation_rows, fingerprint, training_rows
+from longspan.integrations.trainer.zero import check_zero, let_zero3_gather_layers
 from longspan.integrations.transformers import Applied, prepare
 from longspan.mesh import Mesh
 from longspan.plan.plan import Plan
@@ -256,10 +257,14 @@ def enable(
         if name in options:
             raise ConfigError(f"enable takes no {name}: {why}.")
     check(trainer, bool(options.get("logits", False)))
+    if trainer.is_deepspeed_enabled:
+        check_zero(trainer)
     device = trainer.args.device
     if next(trainer.model.parameters()).device.type != device.type:
         trainer._move_model_to_device(trainer.model, device)
     handle = prepare(trainer.model, size, **options)
+    if trainer.is_deepspeed_enabled:
+        let_zero3_gather_layers(trainer)
     enabled = EnabledTrainer(trainer, handle, token_fields)
     enabled.settings = settings
     return enabled
