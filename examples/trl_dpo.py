@@ -49,9 +49,7 @@ def preferences(count: int) -> list[dict[str, list[int]]]:
         length = int(torch.randint(least, most, (1,), generator=draw))
         return torch.randint(1, 64, (length,), generator=draw).tolist()
 
-    return [
-        {"prompt_ids": some(20, 40), "chosen_ids": some(5, 20), "rejected_ids": some(5, 20)} for _ in range(count)
-    ]
+    return [{"prompt_ids": some(20, 40), "chosen_ids": some(5, 20), "rejected_ids": some(5, 20)} for _ in range(count)]
 
 
 def answers(batch: dict[str, Tensor]) -> dict[str, Tensor]:
