@@ -67,7 +67,8 @@ def rows(task: Task) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Train, evaluate on the first rows, and save."""
-    task, args = HfArgumentParser((Task, TrainingArguments)).parse_args_into_dataclasses()
+    parser = HfArgumentParser([Task, TrainingArguments])  # type: ignore[arg-type]
+    task, args = parser.parse_args_into_dataclasses()
     data: Any = rows(task)
     trainer = Trainer(
         build(task, args), args, train_dataset=data, eval_dataset=data[:4], data_collator=DataCollatorWithFlattening()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -136,7 +137,6 @@ def _deepspeed() -> Iterator[None]:
     """Have what DeepSpeed expects, and its groups made anew, as the processes of the pool may be others than before."""
     from deepspeed import comm
     from deepspeed.utils import groups
-    from launched import launched
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     def forget() -> None:
@@ -144,7 +144,7 @@ def _deepspeed() -> Iterator[None]:
         comm.comm.cdb = None
         unset_hf_deepspeed_config()  # or models of later cases would be divided as they are made
 
-    with launched():
+    with importlib.import_module("launched").launched():
         forget()
         yield
         forget()

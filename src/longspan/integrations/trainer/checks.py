@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,8 @@ def _of_trainer(trainer: Any) -> Iterator[_Problem]:
     if trainer.model_init is not None:
         yield False, "model_init makes a new model when training starts: pass the model itself."
     names = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    if "SFTTrainer" in names and not hasattr(sys.modules["trl.trainer.utils"], "FusedCausalLMOutput"):
+        yield False, "SFTTrainer is of another TRL than longspan knows: pip install 'longspan[trl]'."
     if names and "SFTTrainer" not in names:
         yield (
             False,
