@@ -70,7 +70,7 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: fl
 
 
 def needs(kind: str) -> None:
-    if kind in ("sft", "chat"):
+    if kind in ("sft", "chat", "experts"):
         pytest.importorskip("trl", reason="SFTTrainer is TRL's")
         pytest.importorskip("datasets", reason="SFTTrainer needs datasets")
 
@@ -113,6 +113,7 @@ def test_training_under_deepspeed_equals_one_process(
     ("kind", "case"),
     [
         ("flat", {"engine": "ddp"}),
+        ("experts", {"engine": "ddp"}),
         ("trainer", {"engine": "fsdp2", "cp_axis": True}),
         ("trainer", {"engine": "ddp", "options": {"memory": Memory(5, Keep.X_O_KV)}}),
         ("trainer", {"engine": "fsdp2", "options": {"memory": Memory(4, (Keep.X, Keep.NONE))}}),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from steps import adapted
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig, Qwen3MoeConfig, Trainer, TrainingArguments
 
 from longspan.check.float64 import float64_throughout
 from longspan.integrations.trainer import enable
@@ -97,6 +97,17 @@ class Padded:
         }
         lengths = torch.tensor([len(e["input_ids"]) for e in examples])
         return batch | {"attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
+
+
+def experts() -> Any:
+    """Build a model of experts in fp64, whose auxiliary loss counts."""
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 24, "moe_intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    routers = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}
+    config = Qwen3MoeConfig(**sizes, **heads, **routers, initializer_range=0.3, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", experts_implementation="eager")
+    return model.to(torch.float64)
 
 
 @contextmanager
@@ -225,10 +236,10 @@ def _whole(p: Any) -> Tensor:
 
 def make(case: Case, folder: str, **parts: Any) -> Any:
     """Make the trainer of a case."""
-    model = parts.pop("model", None) or build(lora=case.lora)
+    model = parts.pop("model", None) or (experts() if case.kind == "experts" else build(lora=case.lora))
     model = model if case.wide else model.float()
     changed = parts.pop("arguments", {})
-    if case.kind in ("sft", "chat"):
+    if case.kind in ("sft", "chat", "experts"):
         return sft(case, folder, model, changed, parts)
     options: dict[str, Any] = {"train_dataset": rows(), "eval_dataset": rows()[:5]} | parts
     collator = DataCollatorWithFlattening() if case.kind == "flat" else Padded()

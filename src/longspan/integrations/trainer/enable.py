@@ -162,16 +162,15 @@ class EnabledTrainer:
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         """Compute the loss as the trainer does; in evaluation that of the rows of all data ranks."""
-        evaluates = not self.trainer.model.training
-        if evaluates and num_items_in_batch is None:
-            num_items_in_batch = self._count([inputs], self.trainer.args.device)
         kwargs |= {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        if self.trainer.model.training:
+            return self._plain["compute_loss"](model, inputs, **kwargs)
+        weight: int | Tensor = 1
+        if num_items_in_batch is None and "labels" in inputs:
+            weight = count_targets(inputs)  # the loss will be a mean over the rows of a data rank
         found = self._plain["compute_loss"](model, inputs, **kwargs)
-        if not evaluates:
-            return found
-        if return_outputs:
-            return self.replicas.mean(found[0]), found[1]
-        return self.replicas.mean(found)
+        loss = self.replicas.mean(found[0] if return_outputs else found, weight)
+        return (loss, found[1]) if return_outputs else loss
 
     def _evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         plain = self._plain["evaluation_loop"]

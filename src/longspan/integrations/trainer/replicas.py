@@ -38,12 +38,15 @@ class Replicas:
         dist.all_gather_object(found, data, group=self.mesh.data.group)
         return [item for part in found for item in part]
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Average over the data ranks, without gradient."""
-        value = value.detach().clone()
-        if self.size > 1:
-            dist.all_reduce(value, group=self.mesh.data.group)
-        return value / self.size
+    def mean(self, value: Tensor, weight: int | Tensor = 1) -> Tensor:
+        """Average over the data ranks, without gradient; evenly where no rank has any weight."""
+        value = value.detach()
+        if self.size == 1:
+            return value
+        share = torch.as_tensor(weight, device=value.device).to(value.dtype)
+        sums = torch.stack([(value * share).where(share > 0, 0.0), share, value])
+        dist.all_reduce(sums, group=self.mesh.data.group)
+        return torch.where(sums[1] > 0, sums[0] / sums[1], sums[2] / self.size)
 
     def common(self, count: int) -> tuple[int, bool]:
         """Return the smallest count of all data ranks, and whether all have it."""
