@@ -169,6 +169,37 @@ def test_an_axis_of_another_size_is_refused(run_ranks: Any) -> None:
         assert told.startswith("TopologyError") and "cp_size=2" in told
 
 
+def divided_otherwise(case: Case) -> list[str]:
+    """Return why trainers whose models are divided in other ways are refused."""
+    told = []
+    for how in ("tensor parallel", "device_map", "model_init"):
+        with accelerated(case), tempfile.TemporaryDirectory() as folder:
+            trainer = make(case, folder)
+            if how == "tensor parallel":
+                trainer.model._tp_size = 2
+            elif how == "device_map":
+                trainer.is_model_parallel = True
+            else:
+                trainer.model_init = build
+            with pytest.raises(LongspanError) as caught:
+                enable(trainer, case.size)
+            told.append(str(caught.value))
+    return told
+
+
+def test_models_divided_in_other_ways_are_refused(run_ranks: Any) -> None:
+    for tensor, devices, anew in run_ranks(2, divided_otherwise, Case("ddp", 2, 2)):
+        assert "FSDP2 divide parameters over all ranks" in tensor
+        assert "use FSDP2 instead" in devices
+        assert "pass the model itself" in anew
+
+
+def test_the_first_fsdp_is_refused(run_ranks: Any) -> None:
+    changed = {"fsdp_config": {"version": 1, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
+    for told in run_ranks(2, refused, Case("fsdp2", 2, 2), changed, {}, {}):
+        assert "set fsdp_config={'version': 2}" in told, told
+
+
 def unlike_batches(case: Case, how: str) -> str:
     with accelerated(case), tempfile.TemporaryDirectory() as folder:
         data: list[dict[str, Any]] = [dict(row) for row in rows()]
