@@ -139,6 +139,17 @@ def shard_batch(
     return part
 
 
+def count_targets(batch: Mapping[str, Any]) -> int | Tensor:
+    """Return the tokens of a full batch that have a target, each once; a tensor when the labels live on a GPU.
+
+    Raises:
+        BatchError: as `shard_batch`.
+    """
+    rows, length = batch_size(batch)
+    labels = _shifted_labels(batch, Documents.find(batch, rows, length), rows, length)
+    return 0 if labels is None else _count(labels)
+
+
 def batch_size(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the rows of a full batch, and their tokens.
 

@@ -191,6 +191,24 @@ def token_logps(
     return (logps, entropies[0]) if entropy else logps
 
 
+def token_scores(
+    hidden: Tensor, head: Head | nn.Module | Tensor, shift_labels: Tensor, options: LossOptions = _DEFAULT
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what training logs report of each target, with its log-probability, without full logits.
+
+    Args:
+        hidden, head, shift_labels, options: as in `token_logps`.
+
+    Returns:
+        Log-probabilities, differentiable; the entropies in nats and whether the target was the most likely token, 0 or
+        1, both without gradient. All are [B, s], and 0 where the label is ignored.
+    """
+    flat, labels = _flatten(hidden, shift_labels)
+    outputs = _tiled(head, _scores, options, None).per_token(flat, labels)
+    logps, entropies, hits = (output.view(shift_labels.shape) for output in outputs)
+    return logps, entropies.detach(), hits.detach()
+
+
 def reduce_loss(
     loss: Tensor,
     shift_labels: Tensor,
@@ -303,6 +321,11 @@ def _logps_and_entropies(logits: Tensor, labels: Tensor, options: LossOptions) -
     # A logit of -inf has probability 0 and adds nothing; as it stands it would add 0 * inf.
     entropy = -(log_probs.exp() * log_probs.masked_fill(log_probs == -math.inf, 0)).sum(-1)
     return picked.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0)
+
+
+def _scores(logits: Tensor, labels: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
+    picked, entropy = _logps_and_entropies(logits, labels, options)
+    return picked, entropy, (logits.argmax(-1) == labels).to(picked.dtype)
 
 
 def _log_probs(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:

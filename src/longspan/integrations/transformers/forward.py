@@ -19,7 +19,7 @@ from longspan.integrations.transformers.carry import Carry
 from longspan.integrations.transformers.objective import balance_loss, global_loss
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
 from longspan.kernels.fit import FitKernel
-from longspan.loss import Head, tiled_loss, token_logps
+from longspan.loss import Head, tiled_loss, token_logps, token_scores
 from longspan.mesh import Mesh
 from longspan.stream.routing import Balance
 from longspan.stream.segment import Segment
@@ -28,7 +28,7 @@ from longspan.weights import under_zero3
 if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
 
-Output = Literal["loss", "logps", "logps_and_entropy"]
+Output = Literal["loss", "logps", "logps_and_entropy", "scores"]
 
 
 class ForwardCall:
@@ -125,6 +125,8 @@ class Forward:
             )
         fields = {key: value for key, value in out.items() if key != "logits"}
         if call.output != "loss":
+            if balance is not None:
+                fields["aux_loss"] = self._auxiliary(call, balance)[0]
             return type(out)(**fields, logits=torch.stack(results, -1))
         if applied.logits:
             fields["logits"] = out.logits
@@ -135,12 +137,17 @@ class Forward:
 
     def _balanced(self, call: ForwardCall, balance: Balance, loss: Tensor | None) -> dict[str, Tensor | None]:
         """Add the router's auxiliary loss to the loss, with the model's own factor."""
-        applied, model = self.applied, cast(Any, self.applied.model)
-        choices, top_k = balance.total(len(applied.routers.gates)), balance.router.top_k
-        auxiliary, weight = balance_loss(choices, top_k, call.shard, call.shift_labels, applied.grad_reduction)
+        model = cast(Any, self.applied.model)
+        auxiliary, weight = self._auxiliary(call, balance)
         if loss is not None:
             loss = loss + model.router_aux_loss_coef * weight * auxiliary
         return {"loss": loss, "aux_loss": auxiliary}
+
+    def _auxiliary(self, call: ForwardCall, balance: Balance) -> tuple[Tensor, Tensor | float]:
+        """Return the router's auxiliary loss, and its weight among the micro-batches of the optimizer step."""
+        applied = self.applied
+        choices, top_k = balance.total(len(applied.routers.gates)), balance.router.top_k
+        return balance_loss(choices, top_k, call.shard, call.shift_labels, applied.grad_reduction)
 
     def _plain(self, where: str, shard: Shard | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if shard is not None:
@@ -200,7 +207,7 @@ class Forward:
             )
         names = (frozenset(kwargs) | frozenset(shard.passed)) - _MEANT_FOR_ATTENTION
         call = ForwardCall(applied, shard, names, labels, output)
-        if self._balances(kwargs) and output == "loss":
+        if self._balances(kwargs) and output in ("loss", "scores"):
             call.balance = Balance(applied.routers.known(), real_tokens(shard, applied.parts.device))
         return call
 
@@ -264,6 +271,8 @@ class HeadForward:
             results = (token_logps(hidden, head, labels),)
         elif call.output == "logps_and_entropy" and labels is not None:
             results = token_logps(hidden, head, labels, entropy=True)
+        elif call.output == "scores" and labels is not None:
+            results = token_scores(hidden, head, labels)
         elif self.applied.logits:
             logits = self.original(hidden, *args, **kwargs)
             if labels is not None:
