@@ -298,7 +298,7 @@ def test_a_run_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
         ("step --profile", "--profile looks at what a GPU does"),
         ("step --memory 8/x", "A memory setting is TILE/KEEP/COMPILE"),
         ("step --host-memory 8GB", "64GiB or a number of bytes"),
-        ("step --engine zero3", "--engine must be auto, single or fsdp2"),
+        ("step --engine zero3", "--engine must be auto, single, fsdp2, zero-1"),
         ("exchange --sp 1", "nothing to exchange between 1 process"),
         ("exchange --sp 2 --heads 4:2", "--heads is three numbers"),
         ("fit --seq-len 1K,2K --search", "--search takes one"),

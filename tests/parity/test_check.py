@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from launched import launched
 from longspan.check.run import run_check
 from longspan.check.settings import Settings
 from longspan.cli.app import app
@@ -166,6 +167,22 @@ def test_exact_models_pass(run_ranks: RunRanks, settings: Settings) -> None:
         assert case["eval_rel_err"] < 1e-12
         assert case["leak"] == 0
     assert json.loads(json.dumps(result)) == result
+
+
+def check_under_deepspeed(mistake: str, settings: Settings) -> dict[str, Any] | None:
+    with launched():
+        return check_with(mistake, settings)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checks_under_zero(run_ranks: RunRanks, stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    memory = Memory(8, Keep.X_O)
+    settings = replace(SMALL, dtype="bfloat16", memory=memory, engine=f"zero-{stage}", only=("packed",))
+    result = run_ranks(2, check_under_deepspeed, "nothing", settings)[0]
+    assert result["ok"], json.dumps(result, indent=1)
+    wrong = run_ranks(2, check_under_deepspeed, "summed_gradients", settings)[0]
+    assert failed_figures(wrong) == {"grad_rel_err"}
 
 
 def test_the_auxiliary_loss_of_routers_is_part_of_the_check(run_ranks: RunRanks) -> None:

@@ -80,7 +80,8 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
 def _task(config: Any, work: Work, host: Host) -> Task:
     machine = find_machine("cpu" if host.gpu is None else host.gpu.split()[-1])
     cluster = cluster_for(machine, host.gpus, host.gpus, host.gpu_bytes, host.host_bytes)
-    task = task_for(model_shape(config), cluster, work.chosen_engine, work.optimizer)
+    engine = "fsdp2" if work.chosen_engine == "zero-3" else work.chosen_engine  # which shards parameters as well
+    task = task_for(model_shape(config), cluster, engine, work.optimizer)
     if (work.ulysses, work.ring) != (None, None):
         layer = task.shape.layers[0]
         degrees = choose_degrees(layer.heads, layer.kv_heads, work.sp, ulysses=work.ulysses, ring=work.ring)

@@ -9,6 +9,7 @@ from longspan.errors import ConfigError
 from longspan.plan.setup import IN_BACKWARD
 
 AUTO = "auto"
+ENGINES = ("single", "fsdp2", "zero-1", "zero-2", "zero-3")
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Work:
         model: its name, for the report and for those that build it themselves.
         sp: processes, all of which share a sequence.
         layers: of the model; None for all.
-        engine: `fsdp2`: float32 parameters, bfloat16 compute on GPUs. `single`: parameters of the compute type, whole.
-            `auto`: single where one process steps inside backward, else fsdp2.
+        engine: `fsdp2` and `zero-N`: float32 parameters, bfloat16 compute on GPUs. `single`: parameters of the compute
+            type, whole. `auto`: single where one process steps inside backward, else fsdp2.
         optimizer: a kind of `longspan.optim`.
         host_memory_bytes: what plans may use of this host.
     """
@@ -37,8 +38,8 @@ class Work:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.engine not in (AUTO, "single", "fsdp2"):
-            raise ConfigError(f"--engine must be auto, single or fsdp2, got {self.engine!r}.")
+        if self.engine not in (AUTO, *ENGINES):
+            raise ConfigError(f"--engine must be {AUTO}, {', '.join(ENGINES)}, got {self.engine!r}.")
 
     @property
     def in_backward(self) -> bool:

@@ -65,7 +65,7 @@ class Workload:
         part = self.handle.shard({"input_ids": ids, "labels": ids.clone()})
         with self.engine.accumulating(last=True):
             loss = self.module(**part).loss
-            loss.backward()
+            self.engine.backward(loss)
         self.engine.reduce()
         self.stepping.norm()
         self.stepping.finish()
@@ -94,7 +94,7 @@ def build(config: Any, work: Work, memories: Sequence[Memory], device: torch.dev
     Raises:
         LongspanError: whatever of it cannot work.
     """
-    sharded = work.chosen_engine == "fsdp2"
+    sharded = work.chosen_engine != "single"
     compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = untrained_model(config, work.seed, compute_dtype, device)
     if sharded:

@@ -234,10 +234,9 @@ def _trained(ready: Trial, sample: Sample) -> tuple[Sequence[float], dict[str, T
     model = ready.module
     with ready.engine.accumulating(last=True):
         out = model(**ready.handle.shard(sample.batch))
-        torch.autograd.backward(out.loss)
+        ready.engine.backward(out.loss)
     ready.engine.reduce()
-    gradients = ready.gradients()
-    model.zero_grad(set_to_none=True)
+    gradients = ready.take_gradients()
     with evaluating(model):
         eval_loss = model(**ready.handle.shard(sample.batch)).loss
     return _of_all_ranks(out.loss), {} if _rank() else gradients, _of_all_ranks(eval_loss)

@@ -21,7 +21,7 @@ class Settings:
         dtype: `float64` or `bfloat16`; None for the first on a CPU and the second on GPUs.
         kernel: of attention.
         memory: what layers keep, and in which tiles they run; None runs them whole and keeps everything.
-        engine: who holds parameters and reduces gradients: `single` or `fsdp2`.
+        engine: who holds parameters and reduces gradients: `single`, `fsdp2`, or `zero-1` to `zero-3` in bfloat16.
         only: names of the samples to take; empty for all.
     """
 

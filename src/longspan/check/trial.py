@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from longspan.check.settings import Settings
 from longspan.engines import Engine, build_engine
+from longspan.engines.protocol import StepsItself
 from longspan.integrations.transformers import Applied, prepare
 
 
@@ -27,19 +27,24 @@ class Trial:
     module: nn.Module
     engine: Engine
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, whole. Cost: one all-gather per sharded parameter."""
-        found = {name: p.grad.detach() for name, p in self.module.named_parameters() if p.grad is not None}
-        return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in found.items()}
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Return all gradients, whole, and leave none behind. Cost: one all-gather per sharded parameter."""
+        found = {name: self.engine.gradient(p) for name, p in self.handle.model.named_parameters()}
+        taken = {name: gradient.clone() for name, gradient in found.items() if gradient is not None}
+        if isinstance(self.engine, StepsItself):
+            self.engine.step()
+        else:
+            self.module.zero_grad(set_to_none=True)
+        return taken
 
 
 @contextmanager
 def trial(model: nn.Module, settings: Settings, ulysses: int | None, ring: int | None, logits: bool) -> Iterator[Trial]:
     """Prepare a model, or a copy of it if the engine changes parameters for good, and undo it.
 
-    FSDP2 holds parameters of at least float32 and computes in the model's type, as it does in training.
+    FSDP2 and ZeRO hold parameters of at least float32 and compute in the model's type, as they do in training.
     """
-    sharded = settings.engine == "fsdp2"
+    sharded = settings.engine != "single"
     compute_dtype: torch.dtype | None = None
     if sharded:
         model = copy.deepcopy(model)
@@ -58,6 +63,11 @@ def trial(model: nn.Module, settings: Settings, ulysses: int | None, ring: int |
             **options,
         )
     try:
-        yield Trial(handle, engine.wrap(model, handle), engine)
+        module = engine.wrap(model, handle)
+        if isinstance(engine, StepsItself):
+            engine.adopt(torch.optim.SGD(model.parameters(), lr=0.0), None)
+        yield Trial(handle, module, engine)
     finally:
+        if isinstance(engine, StepsItself):
+            engine.close()
         handle.remove()

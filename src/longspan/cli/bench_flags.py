@@ -57,7 +57,7 @@ class WorkFlags(Flags):
     kernel: Annotated[str, _option("Attention kernel: auto or a name of `longspan doctor`.", "NAME")] = "auto"
     engine: Annotated[
         str,
-        _option("fsdp2 | single | auto: single for one process whose optimizer is on the host, else fsdp2.", "NAME"),
+        _option("fsdp2 | zero-1 to zero-3 | single | auto: single for one process that steps in backward.", "NAME"),
     ] = "auto"
     optimizer: Annotated[str, _option("adamw | adamw-host | adamw8bit | adamw-bf16-sr.", "NAME")] = "adamw"
     host_memory: Annotated[

@@ -71,6 +71,10 @@ class Engine(Protocol):
         """Return a parameter or buffer whole, detached; all processes call it for the same ones in the same order."""
         ...
 
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the reduced gradient of a parameter, whole and detached, called as `whole` is; None if it has none."""
+        ...
+
 
 @runtime_checkable
 class StepsItself(Protocol):
@@ -84,6 +88,10 @@ class StepsItself(Protocol):
         """Clip, step and drop the gradients, after the last backward; return their global norm before clipping."""
         ...
 
+    def close(self) -> None:
+        """Let go of the model."""
+        ...
+
 
 class OwnBackward:
     """What engines have in common that leave differentiating to autograd and parameters to torch."""
@@ -95,6 +103,10 @@ class OwnBackward:
     def whole(self, tensor: Tensor) -> Tensor:
         """Gather a sharded tensor. Cost: an all-gather, if it is sharded."""
         return whole(tensor)
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Gather a gradient. Cost: an all-gather, if it is sharded."""
+        return None if parameter.grad is None else whole(parameter.grad)
 
 
 def whole(tensor: Tensor) -> Tensor:

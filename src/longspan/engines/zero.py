@@ -62,6 +62,7 @@ class Zero:
         self.name, self.stage = f"zero-{stage}", stage
         self._compute, self._reduce, self._options = compute_dtype, reduce_dtype, dict(options or {})
         self._max_norm: float | None = None
+        self.engine: Any = None  # DeepSpeed's, once there is an optimizer
 
     def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
         """Return the module to call once `adopt` has been given its optimizer, until when its parameters are whole.
@@ -98,7 +99,7 @@ class Zero:
         engine, *_ = self._deepspeed.initialize(
             model=self._model, optimizer=optimizer, config=self.config(max_norm), mpu=self._mpu
         )
-        self.engine: Any = engine
+        self.engine = engine
         self.module.engine = engine
 
     def config(self, max_norm: float | None) -> dict[str, Any]:
@@ -158,6 +159,13 @@ class Zero:
         with self._deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
 
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return a gradient whole, in float32, until `step`. Collective."""
+        if not parameter.requires_grad:
+            return None
+        found = self._deepspeed.utils.safe_get_full_grad(parameter)
+        return None if found is None else found.detach().clone()
+
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write parameters, optimizer state and `state` in DeepSpeed's own format. Collective."""
         self.engine.save_checkpoint(str(folder), tag=_TAG, client_state=dict(state))
@@ -178,7 +186,8 @@ class Zero:
 
     def close(self) -> None:
         """Let go of the model."""
-        self.engine.destroy()
+        if self.engine is not None:
+            self.engine.destroy()
 
     def _bucket(self) -> int:
         """Return how many elements are reduced at once: DeepSpeed holds memory for twice as many."""
