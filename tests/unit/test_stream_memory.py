@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 import longspan
 from longspan.loss import tiled_loss
 from longspan.plan.keep import Budget, Keep, Memory
+from longspan.plan.kept import Tier
 from longspan.stream.mixing import PrefixMixing
 
 FLOAT_BYTES = 4
@@ -116,6 +118,17 @@ def test_no_layer_of_a_rebuilt_segment_takes_more_than_another(monkeypatch: pyte
     x_bytes = tokens * 16 * FLOAT_BYTES
     assert set(peaks) == set(range(len(keeps)))
     assert max(peaks.values()) - min(peaks.values()) < x_bytes / 2, {i: n / x_bytes for i, n in peaks.items()}
+
+
+def test_host_memory_is_given_back_with_the_handle() -> None:
+    model = llama()
+    handle = longspan.prepare(model, memory=Memory(TILE, Keep.X_O, budget=Budget(0, 1 << 24)))
+    ids = torch.randint(32, (1, 48))
+    model(**handle.shard({"input_ids": ids, "labels": ids})).loss.backward()
+    memory = weakref.ref(handle.stash._stores[Tier.HOST].memory)  # type: ignore[attr-defined]
+    assert memory() is not None
+    handle.remove()
+    assert memory() is None
 
 
 def loss_peak(vocabulary: int, tokens: int, tile: int) -> int:

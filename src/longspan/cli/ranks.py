@@ -145,6 +145,7 @@ def _result(folder: Path, codes: Sequence[int | None]) -> dict[str, Any]:
 
 def _process(job: Job, rank: int, folder: str) -> None:
     os.dup2(2, 1)  # stdout belongs to the result
+    os.environ["LOCAL_RANK"] = str(rank)  # as launchers do; DeepSpeed asks for it
     try:
         result = _done(job, rank, folder)
         if result is not None:

@@ -175,6 +175,7 @@ class Stash:
     def close(self) -> None:
         """Give back host memory and the file as soon as no tensor needs them; what is put from now on stays."""
         self.settle()
+        self._measure()  # forgets tensors that have died, with the memory that they were in
         self._stores.clear()
         self.budget = Budget()
 
