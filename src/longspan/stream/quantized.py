@@ -86,21 +86,22 @@ def whole_weight(module: nn.Module) -> Tensor | None:
         return whole.to(getattr(module, "compute_dtype", None) or whole.dtype)
 
 
-def numbers(parameter: Tensor) -> int:
-    """Return how many numbers a parameter stands for, which may be packed."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else state.shape.numel()
+def packed_size(module: nn.Module) -> tuple[int, int]:
+    """Return how many numbers a module's packed weight stands for, and its bytes with all scales; (0, 0) for others."""
+    if not quantised(module):
+        return 0, 0
+    weight: Any = module._parameters["weight"]
+    if not _is_bnb(module):
+        return weight.numel(), _bytes(weight)
+    state = _state(module)
+    scales = [state.absmax, *([] if state.state2 is None else [state.state2.absmax])]
+    return state.shape.numel(), sum(t.numel() * t.element_size() for t in (weight, *scales))
 
 
-def held_bytes(tensor: Any) -> int:
-    """Return the bytes that a parameter takes, with its scales."""
-    state = getattr(tensor, "quant_state", None)
-    if state is not None:
-        nested = state.state2
-        scales = [state.absmax, *([] if nested is None else [nested.absmax])]
-        return tensor.nbytes + sum(scale.nbytes for scale in scales)
-    if hasattr(tensor, "__tensor_flatten__") and type(tensor).__module__.startswith("torchao."):
-        return sum(held_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+def _bytes(tensor: Any) -> int:
+    """Return the bytes of a tensor that may be made of several."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()
 
 
