@@ -96,7 +96,7 @@ class AdapterConfig(Section):
         "Further modules that are trained whole, and saved with the adapter.", (), example="[lm_head]"
     )
     dtype: Literal["float32", "bfloat16", "float64"] | None = _field(
-        "Type of what is trained; null: model.dtype.", None, example="float32"
+        "Type of the adapters; null: model.dtype.", None, example="float32"
     )
 
     @model_validator(mode="after")

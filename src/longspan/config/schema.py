@@ -205,6 +205,11 @@ class RunConfig(Section):
                 f"model.quantization {self.model.quantization} packs weights, which cannot be trained: set "
                 "adapter.kind: lora, or quantization: none"
             )
+        if self.model.quantization != "none" and self.compute_dtype is not None:
+            raise ValueError(
+                f"model.quantization {self.model.quantization} computes in model.dtype: leave compute_dtype out, and "
+                f"set model.dtype to {self.compute_dtype} (and adapter.dtype to float32 for adapters in float32)"
+            )
         if self.model.quantization == "int8" and self.model.dtype == "float64":
             raise ValueError("model.quantization int8 knows no float64: set model.dtype to float32 or bfloat16")
         self._check_optimizer()
@@ -212,7 +217,7 @@ class RunConfig(Section):
 
     @property
     def trained_dtype(self) -> str:
-        """Type of what is trained."""
+        """Type of what is trained, or most of it."""
         return self.adapter.dtype or self.model.dtype
 
     def _check_optimizer(self) -> None:

@@ -31,7 +31,7 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, seed: int) -> nn
         seed: of the adapters' weights, the same on every process.
 
     Returns:
-        A PEFT model. Adapters and modules that are trained whole have the type `adapter.dtype`.
+        A PEFT model. Adapters have the type `adapter.dtype`, modules that are trained whole keep theirs.
 
     Raises:
         ConfigError: names that are no modules of the model.
@@ -61,8 +61,8 @@ def add_adapter(model: PreTrainedModel, adapter: AdapterConfig, seed: int) -> nn
     except (ValueError, TypeError) as error:
         raise ConfigError(f"adapter: PEFT cannot adapt this model: {str(error).splitlines()[0]}") from None
     dtype = model.dtype if adapter.dtype is None else getattr(torch, adapter.dtype)
-    for parameter in found.parameters():
-        if parameter.requires_grad:
+    for name, parameter in found.named_parameters():
+        if "lora_" in name:
             parameter.data = parameter.data.to(dtype)
     return found
 
@@ -90,5 +90,6 @@ def _check_names(model: nn.Module, setting: str, names: tuple[str, ...]) -> None
     modules = [name for name, _ in model.named_modules()]
     for name in names:
         if not any(module == name or module.endswith(f".{name}") for module in modules):
-            ends = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)})
-            raise ConfigError(f"adapter.{setting}: the model has no module {name!r}. It has {', '.join(ends)}.")
+            adaptable = (n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding))
+            ends = ", ".join(sorted({n.rsplit(".", 1)[-1] for n in adaptable}))
+            raise ConfigError(f"adapter.{setting}: the model has no module {name!r}. It has {ends}.")
