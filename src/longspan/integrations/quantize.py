@@ -45,7 +45,7 @@ def quantize_layers(model: PreTrainedModel, kind: str, device: torch.device) -> 
         for parent, name, linear in list(_linears(model)):
             setattr(parent, name, (_nf4 if kind == "nf4" else _int8)(linear, device))
         if kind == "nf4":
-            model.is_loaded_in_4bit = True  # pyright: ignore[reportAttributeAccessIssue]  # PEFT asks for it
+            model.is_loaded_in_4bit = True  # pyright: ignore[reportArgumentType]  # PEFT asks for it
     model.to(device)  # pyright: ignore[reportArgumentType]
 
 
@@ -65,7 +65,7 @@ def dequantize_layers(model: PreTrainedModel) -> None:
             plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
             plain.weight, plain.bias = nn.Parameter(weight), linear.bias
             setattr(parent, name, plain)
-    model.is_loaded_in_4bit = False  # pyright: ignore[reportAttributeAccessIssue]
+    model.is_loaded_in_4bit = False  # pyright: ignore[reportArgumentType]
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
@@ -77,7 +77,7 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear
 
 
 def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
-    import bitsandbytes as bnb
+    import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
 
     dtype = linear.weight.dtype
     packed: Any = bnb.nn.Linear4bit(

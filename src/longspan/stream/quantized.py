@@ -74,7 +74,7 @@ def whole_weight(module: nn.Module) -> Tensor | None:
         if not _is_bnb(module):
             original = getattr(weight, "get_original_weight", None)
             return (weight.dequantize() if original is None else original()).detach()
-        from bitsandbytes.functional import dequantize_4bit
+        from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
 
         state = _state(module)
         if getattr(state, "packing_format_for_cpu", False):

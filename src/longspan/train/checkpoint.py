@@ -69,7 +69,7 @@ def full_state(
     return state
 
 
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new folder and move it into place, so that a reader never sees half of one.
 
     Raises:
