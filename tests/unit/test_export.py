@@ -85,6 +85,7 @@ ADAPTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "embedding, tied": ({"target_modules": ["v_proj", "embed_tokens"]}, {"tie_word_embeddings": True}),
     "whole head": ({"modules_to_save": ["lm_head"]}, {}),
     "whole head, tied": ({"modules_to_save": ["lm_head"]}, {"tie_word_embeddings": True}),
+    "all linear, tied": ({}, {"tie_word_embeddings": True}),
     "whole embedding": ({"modules_to_save": ["embed_tokens"]}, {}),
 }
 
@@ -111,6 +112,8 @@ def test_a_merged_export_computes_what_was_trained(tmp_path: Path, monkeypatch: 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="sdpa", dtype=torch.float64)
     assert equal(logits(merged), wanted)
     assert not any("lora" in key for key in merged.state_dict())
+    parted = any(name in ("lm_head", "embed_tokens") for names in adapter.values() if names != 0.3 for name in names)
+    assert merged.config.tie_word_embeddings == ("tie_word_embeddings" in overrides and not parted)
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

@@ -56,14 +56,14 @@ def merged_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     if model.quantization != "none":
         quantize_layers(base, model.quantization, torch.device("cpu"))
         dequantize_layers(base)
-    _untie(base, json.loads((folder / ADAPTER).read_text(encoding="utf-8")))
+    shared = _part(base)
     try:
         adapted: Any = PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
         merged = adapted.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(f"The adapters in {folder} cannot be merged: {str(error).strip().splitlines()[0]}") from None
-    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
-    merged.config.tie_word_embeddings = head.weight is embedding.weight
+    if shared:
+        _join(merged)
     return merged.to(getattr(torch, model.dtype)), tokenizer
 
 
@@ -80,14 +80,21 @@ def _base(folder: Path) -> tuple[ModelConfig, int]:
     return ModelConfig(name=name), 0
 
 
-def _untie(model: PreTrainedModel, adapter: dict[str, Any]) -> None:
-    """Part a head from its embedding where only one of them has changed: folded in, the other would change too."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight or adapter.get("ensure_weight_tying"):
-        return
-    targets = adapter.get("target_modules") or ()
-    touched = (*([targets] if isinstance(targets, str) else targets), *(adapter.get("modules_to_save") or ()))
-    ends = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if m is head or m is embedding}
-    if any(name.rsplit(".", 1)[-1] in ends for name in touched):
+def _part(model: PreTrainedModel) -> bool:
+    """Give the head a weight of its own if it shares the embedding's, so that what is folded into one leaves the
+    other; return whether it did."""
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    shared = head is not None and head.weight is embedding.weight
+    if shared:
         head.weight = nn.Parameter(head.weight.detach().clone())
-        model.config.tie_word_embeddings = False
+    return shared
+
+
+def _join(model: PreTrainedModel) -> None:
+    """Let head and embedding share their weight again if they are still equal, and say so in the config."""
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
+    model.config.tie_word_embeddings = torch.equal(head.weight, embedding.weight)
+    if model.config.tie_word_embeddings:
+        head.weight = embedding.weight
