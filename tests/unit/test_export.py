@@ -217,6 +217,14 @@ def test_a_rope_that_does_not_fit_the_model(tmp_path: Path) -> None:
     check_fit(load_model_config(ModelConfig(**{**short, "rope": {"type": "yarn", "factor": 2.0}})), 64, 0)
 
 
+def test_packed_weights_that_cannot_be_sharded(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    model = model_of(dtype="float32", quantization="int8")
+    file = run_file(tmp_path, model=model, adapter={"kind": "lora"})
+    expect_error(longspan("train", file, "--nproc", "2"), 2, "does not go with engine fsdp2", "engine: single")
+    expect_error(longspan("train", file, "--engine", "ddp"), 2, "does not go with engine ddp", "engine: single")
+
+
 def test_adapters_that_do_not_fit_the_model(tmp_path: Path) -> None:
     adapter = {"kind": "lora", "target_modules": ["q_prj"]}
     said = longspan("train", run_file(tmp_path, adapter=adapter))

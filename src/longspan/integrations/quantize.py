@@ -16,12 +16,20 @@ from longspan.stream.quantized import whole_weight
 _PACKAGES = {"nf4": "bitsandbytes", "int8": "torchao"}
 
 
-def check_quantization(kind: str) -> None:
-    """Refuse a kind whose package is not installed.
+_ENGINES = {"nf4": ("single", "ddp", "fsdp2"), "int8": ("single",)}
+"""Engines that can hold packed weights: torchao's can be neither broadcast nor sharded, and DeepSpeed holds weights of one
+type."""
+
+
+def check_quantization(kind: str, engine: str) -> None:
+    """Refuse a kind whose package is not installed, or that an engine cannot hold.
 
     Raises:
         ConfigError: with the way out.
     """
+    engines = _ENGINES.get(kind, (engine,))
+    if engine not in engines:
+        raise ConfigError(f"model.quantization {kind} does not go with engine {engine}: set engine: {engines[-1]}.")
     package = _PACKAGES.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
         raise ConfigError(
@@ -41,7 +49,6 @@ def quantize_layers(model: PreTrainedModel, kind: str, device: torch.device) -> 
     Cost: one weight at a time lies unpacked on the device.
     """
     if kind != "none":
-        check_quantization(kind)
         for parent, name, linear in list(_linears(model)):
             setattr(parent, name, (_nf4 if kind == "nf4" else _int8)(linear, device))
         if kind == "nf4":

@@ -85,7 +85,7 @@ def _part(model: PreTrainedModel) -> bool:
     other; return whether it did."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
-    shared = head is not None and head.weight is embedding.weight
+    shared = bool(head.weight is embedding.weight)
     if shared:
         head.weight = nn.Parameter(head.weight.detach().clone())
     return shared

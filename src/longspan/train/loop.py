@@ -95,9 +95,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
                 progress.step(row)
     if config.save.final:
         write = writer(trainee.model, tokenizer, config)
-        save_model(
-            trainee.model, output_dir / MODEL, write, trainee.engine.whole, trained=is_adapted(trainee.model)
-        )
+        save_model(trainee.model, output_dir / MODEL, write, trainee.engine.whole, trained=is_adapted(trainee.model))
     return output_dir
 
 
