@@ -17,8 +17,7 @@ _PACKAGES = {"nf4": "bitsandbytes", "int8": "torchao"}
 
 
 _ENGINES = {"nf4": ("single", "ddp", "fsdp2"), "int8": ("single",)}
-"""Engines that can hold packed weights: torchao's can be neither broadcast nor sharded, and DeepSpeed holds weights of one
-type."""
+"""Engines that can hold packed weights: torchao's can be neither broadcast nor sharded, DeepSpeed's are of one type."""
 
 
 def check_quantization(kind: str, engine: str) -> None:
