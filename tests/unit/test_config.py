@@ -109,6 +109,26 @@ def test_unknown_key_in_a_section() -> None:
         ({**INSIDE, "engine": "ddp"}, ["for engine single with one process"]),
         ({**INSIDE, "compute_dtype": "bfloat16"}, ["no compute_dtype"]),
         ({**INSIDE, "sequence_parallel_size": 2}, ["sequence_parallel_size: 1"]),
+        ({"adapter": {"rank": 4}}, ["adapter: rank is set, but kind is none", "kind: lora"]),
+        ({"adapter": {"kind": "lora", "rank": 0}}, ["adapter.rank", ">= 1"]),
+        ({"adapter": {"kind": "dora"}}, ["adapter.kind", "none | lora"]),
+        ({"model": {"name": "x", "quantization": "nf4"}}, ["nf4 packs weights", "adapter.kind: lora"]),
+        (
+            {"model": {"name": "x", "quantization": "nf4"}, "adapter": {"kind": "lora"}, "compute_dtype": "bfloat16"},
+            ["leave compute_dtype out", "model.dtype to bfloat16"],
+        ),
+        (
+            {
+                "model": {"name": "x", "dtype": "bfloat16"},
+                "adapter": {"kind": "lora", "dtype": "float32"},
+                "optimizer": {"kind": "adamw-bf16-sr"},
+            },
+            ["adapter.dtype is float32", "set adapter.dtype to bfloat16"],
+        ),
+        ({"model": {"name": "x", "rope": {"type": "yarm"}}}, ["model.rope.type", "yarn"]),
+        ({"model": {"name": "x", "rope": {"type": "yarn"}}}, ["model.rope: type yarn needs a factor"]),
+        ({"model": {"name": "x", "rope": {"type": "yarn", "factor": 1}}}, ["model.rope.factor", "> 1"]),
+        ({"model": {"name": "x", "rope": {"factor": 4}}}, ["model.rope: factor needs a type"]),
         ({"schedule": {"warmup_steps": 9}}, ["warmup_steps 9 exceeds max_steps 3"]),
         ({"data": {"files": "${home}/x"}}, ["${home}", "${stdlib}"]),
     ],
@@ -203,6 +223,10 @@ def test_examples_are_valid() -> None:
             overrides[("optimizer", "step_in_backward")] = True
         if setting.path[-1] == "step_in_backward":
             overrides[("optimizer", "clip")] = "previous"
+        if setting.path[0] == "adapter" or setting.path[-1] == "quantization":
+            overrides = {("adapter", "kind"): "lora", **overrides}
+        if setting.path[:2] == ("model", "rope") and setting.path[-1] != "theta":
+            overrides = {("model", "rope", "type"): "yarn", ("model", "rope", "factor"): 4.0, **overrides}
         assert parse_config(minimal(), overrides)
 
 

@@ -70,7 +70,7 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
 def test_data_that_does_not_fit_the_model() -> None:
     config = load_model_config(named(overrides={"max_position_embeddings": 100, "vocab_size": 300}))
     check_fit(config, longest_tokens=100, largest_id=299)
-    with pytest.raises(ConfigError, match="101 tokens, more than the model's max_position_embeddings 100"):
+    with pytest.raises(ConfigError, match="101 tokens, more than the 100 positions that the model knows"):
         check_fit(config, longest_tokens=101, largest_id=0)
     with pytest.raises(ConfigError, match="token id 300, but the model's vocabulary ends at 299"):
         check_fit(config, longest_tokens=1, largest_id=300)

@@ -9,6 +9,7 @@ import typer
 from longspan.cli.bench import bench
 from longspan.cli.check import check
 from longspan.cli.doctor import doctor
+from longspan.cli.export import export
 from longspan.cli.plan import plan
 from longspan.cli.train import train
 from longspan.errors import LongspanError
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(check)
 app.command()(plan)
+app.command()(export)
 app.command()(doctor)
 app.add_typer(bench)
 

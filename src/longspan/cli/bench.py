@@ -30,7 +30,7 @@ from longspan.cli.bench_flags import (
 from longspan.cli.bench_jobs import ExchangeJob, WorkJob
 from longspan.cli.flags import with_flags
 from longspan.cli.ranks import has_gpu, join, start
-from longspan.config.schema import parse_size
+from longspan.config import parse_size
 from longspan.errors import ConfigError, LongspanError, TrainingError
 
 bench = typer.Typer(

@@ -13,7 +13,7 @@ from longspan.check.settings import Settings
 from longspan.cli.flags import with_flags
 from longspan.cli.model import named_config
 from longspan.cli.ranks import start
-from longspan.config.schema import parse_size
+from longspan.config import parse_size
 from longspan.errors import ConfigError, LongspanError, TopologyError
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli.flags import with_flags
-from longspan.config.schema import parse_size
+from longspan.config import parse_size
 from longspan.errors import ConfigError
 
 

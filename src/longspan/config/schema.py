@@ -2,77 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
-_SIZE = re.compile(r"(\d+)([KM]?)", re.IGNORECASE)
-_FACTOR = {"": 1, "K": 1024, "M": 1024**2}
-
-
-def parse_size(value: Any) -> int:
-    """Read a number of tokens: 131072, "128K" (times 1024) or "1M" (times 1024 squared).
-
-    Raises:
-        ValueError: anything else.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError("not a size: write a whole number, 128K (x 1024) or 1M (x 1024 x 1024)")
-    return int(match[1]) * _FACTOR[match[2].upper()]
-
-
-def _number(value: Any) -> Any:
-    # YAML's true would pass as 1.
-    if isinstance(value, bool):
-        raise ValueError("true and false are not numbers")
-    return value
-
-
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-Int = Annotated[int, BeforeValidator(_number)]
-Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Rate = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
-Size = Annotated[int, BeforeValidator(parse_size)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
-
-
-def _field(description: str, default: Any = ..., *, example: Any, unit: str | None = None, **bounds: Any) -> Any:
-    """Declare a setting: the schema, the errors and the command line's help are all made from this."""
-    return Field(default, description=description, json_schema_extra={"example": example, "unit": unit}, **bounds)
-
-
-class Section(BaseModel):
-    """A group of settings: frozen, and closed to names it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class ModelConfig(Section):
-    """The model to train."""
-
-    name: str = _field(
-        "Model: a preset (random weights, nothing downloaded), a folder, or a hub id.",
-        example="tiny-llama",
-        min_length=1,
-    )
-    init: Literal["pretrained", "random"] = _field(
-        "Weights: 'pretrained' loads them, 'random' draws them from the seed.", "pretrained", example="random"
-    )
-    overrides: dict[str, Any] = _field(
-        "Fields of the model's own config to replace; they are saved with the model.",
-        {},
-        example="{num_hidden_layers: 2}",
-    )
-    dtype: Literal["float32", "bfloat16", "float64"] = _field(
-        "Type of the parameters, their gradients and the optimizer's state.", "float32", example="bfloat16"
-    )
+from longspan.config.model import AdapterConfig, ModelConfig
+from longspan.config.section import Float, Int, Rate, Section, Size, Texts
+from longspan.config.section import field as _field
 
 
 class DataConfig(Section):
@@ -230,6 +166,7 @@ class RunConfig(Section):
         None,
         example="bfloat16",
     )
+    adapter: AdapterConfig = AdapterConfig()
     memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -263,19 +200,37 @@ class RunConfig(Section):
             )
         if self.schedule.warmup_steps > self.max_steps:
             raise ValueError(f"schedule.warmup_steps {self.schedule.warmup_steps} exceeds max_steps {self.max_steps}")
+        if self.model.quantization != "none" and self.adapter.kind == "none":
+            raise ValueError(
+                f"model.quantization {self.model.quantization} packs weights, which cannot be trained: set "
+                "adapter.kind: lora, or quantization: none"
+            )
+        if self.model.quantization != "none" and self.compute_dtype is not None:
+            raise ValueError(
+                f"model.quantization {self.model.quantization} computes in model.dtype: leave compute_dtype out, and "
+                f"set model.dtype to {self.compute_dtype} (and adapter.dtype to float32 for adapters in float32)"
+            )
+        if self.model.quantization == "int8" and self.model.dtype == "float64":
+            raise ValueError("model.quantization int8 knows no float64: set model.dtype to float32 or bfloat16")
         self._check_optimizer()
         return self
 
+    @property
+    def trained_dtype(self) -> str:
+        """Type of what is trained, or most of it."""
+        return self.adapter.dtype or self.model.dtype
+
     def _check_optimizer(self) -> None:
-        kind, dtype = self.optimizer.kind, self.model.dtype
+        kind, dtype = self.optimizer.kind, self.trained_dtype
+        name = "adapter.dtype" if self.adapter.dtype else "model.dtype"
         if kind == "adamw-bf16-sr" and dtype != "bfloat16":
             raise ValueError(
-                f"optimizer.kind {kind} rounds to bfloat16 parameters, but model.dtype is {dtype}: set model.dtype to "
+                f"optimizer.kind {kind} rounds to bfloat16 parameters, but {name} is {dtype}: set {name} to "
                 "bfloat16, or choose another kind"
             )
         if kind == "adamw8bit" and dtype == "float64":
             raise ValueError(
-                f"optimizer.kind {kind} computes in float32, but model.dtype is {dtype}: set model.dtype to float32 or "
+                f"optimizer.kind {kind} computes in float32, but {name} is {dtype}: set {name} to float32 or "
                 "bfloat16, or choose adamw"
             )
         if self.engine.startswith("zero-"):

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from longspan.config import ModelConfig
 from longspan.errors import ConfigError
+from longspan.integrations.positions import rope_fields, window_advice, window_tokens
 from longspan.integrations.presets import PRESETS, preset_config
 
 
@@ -25,13 +26,22 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     Raises:
         ConfigError: no such model, an override of a field it does not have, or values that do not fit together.
     """
+    config = _own_config(model)
+    rope = rope_fields(config, model.rope)
+    if not rope:
+        return config
+    return _checked(lambda: type(config).from_dict({**copy.deepcopy(config.to_dict()), **rope}), rope, model.name)
+
+
+def _own_config(model: ModelConfig) -> PretrainedConfig:
+    """Return the model's config with the run's overrides."""
     if model.name in PRESETS:
         if model.init == "pretrained":
             raise ConfigError(
                 f"model.name: {model.name} is a preset, which has no weights to load. Set model.init: random, or give "
                 "a folder or hub id."
             )
-        return _checked(lambda: preset_config(model.name, **model.overrides), model)
+        return _checked(lambda: preset_config(model.name, **model.overrides), model.overrides, model.name)
     config = _read_config(model.name)
     fields = config.to_dict()
     for name in model.overrides.keys() - fields.keys():
@@ -40,7 +50,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
         raise ConfigError(f"model.overrides: {type(config).__name__} has no field {name!r}.{hint}")
     if not model.overrides:
         return config
-    return _checked(lambda: type(config).from_dict(_with_derived(config, model.overrides)), model)
+    return _checked(lambda: type(config).from_dict(_with_derived(config, model.overrides)), model.overrides, model.name)
 
 
 def build_model(model: ModelConfig, seed: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
@@ -80,12 +90,11 @@ def check_fit(config: PretrainedConfig, longest_tokens: int, largest_id: int) ->
         ConfigError: either of them.
     """
     text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = window_tokens(config)
     if positions is not None and longest_tokens > positions:
         raise ConfigError(
-            f"The longest document has {longest_tokens:,} tokens, more than the model's max_position_embeddings "
-            f"{positions:,}. Shorten sequence_length, or set model.overrides: {{max_position_embeddings: "
-            f"{longest_tokens}}} (and, for weights that were trained shorter, its rope_parameters)."
+            f"The longest document has {longest_tokens:,} tokens, more than the {positions:,} positions that the model "
+            f"knows (max_position_embeddings). {window_advice(config, longest_tokens)}"
         )
     if largest_id >= text.vocab_size:
         raise ConfigError(
@@ -122,14 +131,14 @@ def _read_config(name: str) -> PretrainedConfig:
         raise ConfigError(f"model.name: cannot load {name!r}: {_first_line(error)}") from None
 
 
-def _checked(build: Callable[[], PretrainedConfig], model: ModelConfig) -> PretrainedConfig:
+def _checked(build: Callable[[], PretrainedConfig], fields: dict[str, Any], name: str) -> PretrainedConfig:
     try:
         return build()
     except ConfigError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model.overrides {model.overrides} do not fit {model.name}: {reason}.") from None
+        raise ConfigError(f"model: the fields {fields} do not fit {name}: {reason}.") from None
 
 
 def _with_derived(config: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:

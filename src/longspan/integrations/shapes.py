@@ -16,6 +16,7 @@ from longspan.errors import ModelError
 from longspan.integrations.models import load_model_config
 from longspan.plan.kept import Operands
 from longspan.plan.shapes import LayerShape, ModelShape
+from longspan.stream.quantized import packed_size
 from longspan.weights import whole_shape
 
 _LAST_PRODUCT = re.compile(r"(^|\.)(down_proj|w2|fc2|c_proj|dense_4h_to_h|output_linear)(\.|$)")
@@ -73,7 +74,7 @@ def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> Mod
         outside=sum(whole_shape(p).numel() for p in outside),
         outside_trained=sum(whole_shape(p).numel() for p in outside if p.requires_grad),
         head=config.vocab_size * config.hidden_size,
-        head_trained=any(p.requires_grad for p in head.parameters()),
+        head_trained=sum(whole_shape(p).numel() for p in head.parameters() if p.requires_grad),
     )
 
 
@@ -106,10 +107,11 @@ def _layer(layer: nn.Module, config: Any, operands: Operands, window: int | None
     )
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     active = before = keys = down = mlp = 0.0
-    for name, p in layer.named_parameters():
+    weights, packed, packed_bytes = _weights(layer)
+    for name, p, count in weights:
         if len(whole_shape(p)) < 2:
             continue
-        own = whole_shape(p).numel() * (chosen / experts if re.search(r"\.experts\.", f".{name}") else 1)
+        own = count * (chosen / experts if re.search(r"\.experts\.", f".{name}") else 1)
         active += own
         if not _ATTENTION.search(name):
             mlp += own
@@ -123,14 +125,28 @@ def _layer(layer: nn.Module, config: Any, operands: Operands, window: int | None
         head_dim=operands.head_dim,
         v_head_dim=operands.v_head_dim,
         intermediate=round(mlp / (3 * config.hidden_size)),
-        parameters=sum(whole_shape(p).numel() for p in layer.parameters()),
+        parameters=sum(count for _, _, count in weights),
         active=round(active),
         query_key_value=round(before),
         key_value=round(keys),
         down=round(down),
         trained=sum(whole_shape(p).numel() for p in layer.parameters() if p.requires_grad),
         window=window,
+        packed=packed,
+        packed_bytes=packed_bytes,
     )
+
+
+def _weights(layer: nn.Module) -> tuple[list[tuple[str, nn.Parameter, int]], int, int]:
+    """Return a layer's parameters with names and numbers, how many numbers are packed, and in how many bytes."""
+    found, packed, packed_bytes = [], 0, 0
+    sizes = {name: packed_size(module) for name, module in layer.named_modules()}
+    for name, p in layer.named_parameters():
+        place, _, own = name.rpartition(".")
+        count, size = sizes[place] if own == "weight" else (0, 0)
+        found.append((name, p, count or whole_shape(p).numel()))
+        packed, packed_bytes = packed + count, packed_bytes + size
+    return found, packed, packed_bytes
 
 
 def _window(config: Any, index: int) -> int | None:

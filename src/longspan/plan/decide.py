@@ -39,6 +39,7 @@ class Task:
         itemsize: bytes of an activation.
         compiles: whether full tiles may be compiled.
         rebuilds: whether layers may run again outside their turn, which every rank must do alike.
+        settled: whether the optimizer steps as it says; else one process alone may choose to step inside backward.
     """
 
     shape: ModelShape
@@ -51,6 +52,7 @@ class Task:
     itemsize: int = 2
     compiles: bool = True
     rebuilds: bool = True
+    settled: bool = False
     streams_norm: bool = False
     key_block_tokens: int | None = KEY_BLOCK_TOKENS
 
@@ -59,7 +61,7 @@ class Task:
 
         One process whose optimizer spares memory steps inside backward, without an engine.
         """
-        alone = optimizer.name in IN_BACKWARD and self.cluster.gpus == 1
+        alone = optimizer.name in IN_BACKWARD and self.cluster.gpus == 1 and not self.settled
         base = Setup(
             self.shape,
             self.cluster,

@@ -162,6 +162,8 @@ class Ledger:
         causes["hidden states"] = 2 * self._x
         causes["tile"] = setup.local * width * setup.itemsize
         causes["gradient buffers"] = shape.trained * (setup.itemsize + (4 if setup.gathers else 0))
+        if shape.packed:  # all products of the layer hold theirs
+            causes["unpacked weights"] = shape.packed * setup.itemsize
         return Moment("backward", layer, causes)
 
     @property
@@ -199,15 +201,14 @@ class Ledger:
     @property
     def _gathered(self) -> float:
         """The layer at hand and the next, fetched early."""
-        return 2 * self.setup.itemsize * max(layer.parameters for layer in self.setup.shape.layers)
+        layers = self.setup.shape.layers
+        return 2 * max(self.setup.itemsize * (la.parameters - la.packed) + la.packed_bytes for la in layers)
 
     @property
     def _head_gradient(self) -> float:
         """The head's gradient, whole until backward ends."""
         setup = self.setup
-        if not setup.shape.head_trained:
-            return 0
-        return setup.shape.head * (setup.itemsize if setup.gathers else setup.optimizer.weight_bytes)
+        return setup.shape.head_trained * (setup.itemsize if setup.gathers else setup.optimizer.weight_bytes)
 
     def _forward(self) -> Bytes:
         """The last layer's forward."""
@@ -218,6 +219,8 @@ class Ledger:
         causes["hidden states"] = 2 * self._x
         causes["keys and values"] = _key_value_numbers(setup, layer) * setup.itemsize
         causes["tile"] = self._tile(layer, backward=False)
+        if layer.packed:
+            causes["unpacked weights"] = layer.packed * setup.itemsize
         if setup.ring > 1:
             causes["ring"] = self._ring(layer, backward=False)
         if self.staged:  # it leaves when the layer is done
@@ -232,8 +235,7 @@ class Ledger:
             setup.local * shape.vocabulary, max(LOGIT_TILE_ELEMENTS, FIRST_LOGIT_TILE_TOKENS * shape.vocabulary)
         )
         causes["loss"] = logits * (12 + setup.itemsize)
-        if shape.head_trained:
-            causes["loss"] += shape.head * (4 + setup.itemsize)
+        causes["loss"] += shape.head_trained * (4 + setup.itemsize)
         norm = setup.local * shape.hidden * (setup.itemsize if setup.streams_norm else 4 + setup.itemsize)
         causes["hidden states"] = norm + 2 * self._x
         return causes
@@ -255,6 +257,8 @@ class Ledger:
         reducing = 4 * layer.trained if setup.gathers else 0
         causes["gradient buffers"] = 4 * layer.trained + tile_gradients + reducing
         causes["tile"] = self._tile(layer, backward=True)
+        if layer.packed:
+            causes["unpacked weights"] = layer.packed * setup.itemsize
         if setup.ring > 1:
             causes["ring"] = self._ring(layer, backward=True)
         else:

@@ -41,6 +41,20 @@ class Optimizer:
         """Return AdamW whose gradients and moments have the weights' type."""
         return cls("adamw", itemsize, itemsize, 2 * itemsize, 0, 10 * itemsize)
 
+    @classmethod
+    def held(cls, kind: str, trained: int, weights: float, in_backward: bool = False) -> Optimizer:
+        """Return an optimizer for weights as a run has them.
+
+        Args:
+            trained: bytes of a trained weight.
+            weights: bytes per weight, of all weights together.
+            in_backward: whether it steps inside backward.
+        """
+        plain = find_optimizer(kind)
+        state = 2 * trained if kind == "adamw" else plain.state_bytes
+        traffic = 10 * trained if kind == "adamw" else plain.traffic_bytes
+        return cls(kind, weights, 0 if in_backward else trained, state, plain.host_bytes, traffic)
+
     @property
     def in_backward(self) -> bool:
         """Whether each parameter is stepped as soon as its gradient is there, which one process alone can do."""

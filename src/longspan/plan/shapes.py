@@ -17,6 +17,8 @@ class LayerShape:
         down: those of the last product, which a derivative never needs again.
         trained: numbers in the weights that are trained.
         window: keys that a query sees at most; None for all before it.
+        packed: numbers in quantised weights, which are made plain while the layer runs.
+        packed_bytes: what these take until then.
     """
 
     heads: int
@@ -31,6 +33,8 @@ class LayerShape:
     down: int
     trained: int
     window: int | None = None
+    packed: int = 0
+    packed_bytes: int = 0
 
     @property
     def query_width(self) -> int:
@@ -57,7 +61,7 @@ class ModelShape:
         outside: numbers in the weights outside the layers: embedding, head, last norm.
         outside_trained: those of them that are trained.
         head: weights of the output head, also where the embedding holds them.
-        head_trained: whether the head is trained.
+        head_trained: numbers in the head that are trained.
     """
 
     name: str
@@ -67,7 +71,7 @@ class ModelShape:
     outside: int
     outside_trained: int
     head: int
-    head_trained: bool = True
+    head_trained: int
 
     @property
     def parameters(self) -> int:

@@ -170,7 +170,7 @@ class Clock:
         """Seconds of what does not depend on what layers keep, without the layers themselves."""
         setup, shape = self.setup, self.setup.shape
         logits = setup.local * shape.vocabulary * 4
-        head = self.products_s(shape.head, 3 if shape.head_trained else 2)
+        head = self.products_s(shape.head, 2 + min(1.0, shape.head_trained / shape.head))
         trained = shape.trained / setup.shards
         causes = {
             "loss": head + self.memory_s(LOSS_PASSES * logits + 40 * setup.local * shape.hidden),

@@ -20,6 +20,7 @@ from longspan.stream.function import Mixing, StreamedLayer
 from longspan.stream.halves import Halves
 from longspan.stream.mixing import PrefixMixing, WholeMixing
 from longspan.stream.passage import Passage
+from longspan.stream.quantized import quantised
 from longspan.stream.routing import Balance, Choices, TileRouting
 from longspan.stream.run import LayerRun
 from longspan.stream.segment import Pass, Segment
@@ -121,7 +122,9 @@ class Streamed:
         """Whether the layer's code is compiled in this pass: for full tiles, and not where dropout is at work."""
         if call.compiler is None or call.shard.layout.shard_tokens < (call.memory.tile_tokens or 0):
             return False
-        if call.memory.of(self.index) is Keep.GRAPH and call.shard.layout.shard_tokens != call.memory.tile_tokens:
+        if call.memory.of(self.index) is Keep.GRAPH and (
+            call.shard.layout.shard_tokens != call.memory.tile_tokens or any(map(quantised, self.layer.modules()))
+        ):
             return False
         return not (
             self.layer.training

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from longspan.errors import TrainingError
+from longspan.stream.quantized import whole_weights
 
 _FOLDED = "merged_adapters"
 """Where layers of PEFT list the adapters that are folded into the weights, which cannot be put back as a name can."""
@@ -24,20 +25,25 @@ class Settings:
     Parameters must still be the same tensors with the same values.
 
     Cost: a look at every attribute of the layer's modules, in forward and in each backward or rebuilding; no sync.
+        Quantised weights are dequantised for that time, those of one layer at a time.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
+        self.inside = False
         self.modules = [(module, plain_settings(module)) for module in layer.modules()]
         self.parameters = _parameters(layer)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the layer these settings for a while.
+        """Give the layer these settings for a while, and plain weights in place of quantised ones.
 
         Raises:
             TrainingError: its weights are not what they were.
         """
+        if self.inside:
+            yield
+            return
         self._check_weights()
         changed: list[tuple[dict[str, Any], str, Any]] = []
         try:
@@ -47,9 +53,12 @@ class Settings:
                     if _differ(attributes.get(name, value), value):
                         changed.append((attributes, name, attributes[name]))
                         attributes[name] = value
-            with _trained([(p, trained) for p, trained, _ in self.parameters if p.requires_grad != trained]):
+            self.inside = True
+            trained = [(p, trained) for p, trained, _ in self.parameters if p.requires_grad != trained]
+            with _trained(trained), whole_weights(module for module, _ in self.modules):
                 yield
         finally:
+            self.inside = False
             for attributes, name, value in changed:
                 attributes[name] = value
 

@@ -17,19 +17,23 @@ METRICS = "metrics.jsonl"
 MODEL = "model"
 
 
-def check_output(output_dir: Path, overwrite: bool) -> None:
+def check_output(output_dir: Path, overwrite: bool, name: str = "output_dir") -> None:
     """Refuse a folder that cannot be written or that holds something; create nothing.
+
+    Args:
+        name: what the user calls it.
 
     Raises:
         ConfigError: with the way out.
     """
     if output_dir.exists() and not output_dir.is_dir():
-        raise ConfigError(f"output_dir {output_dir} is a file; name a folder.")
+        raise ConfigError(f"{name} {output_dir} is a file; name a folder.")
     if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
-        raise ConfigError(f"output_dir {output_dir} is not empty. Name another folder, or pass --overwrite.")
+        also = ", or pass --overwrite" if name == "output_dir" else ""
+        raise ConfigError(f"{name} {output_dir} is not empty. Name another folder{also}.")
     nearest = next(folder for folder in (output_dir, *output_dir.absolute().parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ConfigError(f"output_dir {output_dir} cannot be created: {nearest} is not a folder that can be written.")
+        raise ConfigError(f"{name} {output_dir} cannot be created: {nearest} is not a folder that can be written.")
 
 
 def clear_output(output_dir: Path) -> None:
@@ -38,18 +42,24 @@ def clear_output(output_dir: Path) -> None:
     shutil.rmtree(output_dir / MODEL, ignore_errors=True)
 
 
-def full_state(model: nn.Module, keep: bool, whole: Callable[[Tensor], Tensor] = protocol.whole) -> dict[str, Tensor]:
-    """Gather a model's whole state on the CPU.
+def full_state(
+    model: nn.Module, keep: bool, whole: Callable[[Tensor], Tensor] = protocol.whole, *, trained: bool = False
+) -> dict[str, Tensor]:
+    """Gather a model's whole state on the CPU, or what is trained of it.
 
     Args:
         keep: whether this rank wants it; the others take part and return nothing.
         whole: gathers a tensor, as the engine that holds it does.
+        trained: leave out what is frozen, and buffers.
 
     Cost: one all-gather per sharded parameter; only one parameter at a time is whole on the device.
     """
     state: dict[str, Tensor] = {}
     gathered: dict[int, Tensor | None] = {}  # tied names share a tensor, gathered once on every rank
-    for name, value in model.state_dict(keep_vars=True).items():
+    held = model.named_parameters(remove_duplicate=False) if trained else model.state_dict(keep_vars=True).items()
+    for name, value in held:
+        if trained and not value.requires_grad:
+            continue
         if id(value) not in gathered:
             gathered_value = whole(value)
             gathered[id(value)] = gathered_value.cpu() if keep else None
@@ -59,7 +69,7 @@ def full_state(model: nn.Module, keep: bool, whole: Callable[[Tensor], Tensor] =
     return state
 
 
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new folder and move it into place, so that a reader never sees half of one.
 
     Raises:
@@ -84,18 +94,20 @@ def save_model(
     folder: Path,
     write: Callable[[Path, dict[str, Tensor]], None],
     whole: Callable[[Tensor], Tensor] = protocol.whole,
+    *,
+    trained: bool = False,
 ) -> None:
     """Gather a model and write it from rank 0.
 
     Args:
-        whole: see `full_state`.
+        whole, trained: see `full_state`.
         write: writes a state to a folder in the format that readers expect.
 
     Raises:
         TrainingError: the disk refused, on rank 0; the others hear of it when rank 0 stops.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
-    state = full_state(model, first, whole)
+    state = full_state(model, first, whole, trained=trained)
     if first:
         write_folder(folder, lambda partial: write(partial, state))
     if dist.is_initialized():

@@ -17,7 +17,10 @@ import longspan
 from longspan.config import RunConfig
 from longspan.engines import Engine, build_engine
 from longspan.errors import ConfigError, TrainingError
-from longspan.integrations.models import build_model, write_pretrained
+from longspan.integrations.adapters import add_adapter, is_adapted
+from longspan.integrations.models import build_model
+from longspan.integrations.quantize import needed_bytes, quantize_layers
+from longspan.integrations.saved import writer
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.mesh import Mesh
 from longspan.optim import Stepping, build_optimizer, choose_stepping
@@ -91,17 +94,13 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
                 file.write(row)
                 progress.step(row)
     if config.save.final:
-        save_model(
-            trainee.model,
-            output_dir / MODEL,
-            lambda folder, state: write_pretrained(trainee.model, tokenizer, folder, state),  # pyright: ignore[reportArgumentType]
-            trainee.engine.whole,
-        )
+        write = writer(trainee.model, tokenizer, config)
+        save_model(trainee.model, output_dir / MODEL, write, trainee.engine.whole, trained=is_adapted(trainee.model))
     return output_dir
 
 
-def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Trainee:
-    """Prepare a model, give it to an engine, and make its optimizer.
+def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
+    """Put adapters into a model, prepare it, give it to an engine, and make its optimizer.
 
     Raises:
         LongspanError: whatever of the model, the degrees, the kernel or the engine cannot work.
@@ -109,8 +108,9 @@ def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Train
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
     engine = build_engine(config.engine, world_size, compute_dtype)
-    check_memory(model, device)
-    model.to(device).train()
+    check_memory(model, device, config.model.quantization)
+    quantize_layers(model, config.model.quantization, device)
+    model = add_adapter(model, config.adapter, config.seed).to(device).train()
     handle = longspan.prepare(
         model,
         config.sequence_parallel_size,
@@ -120,25 +120,26 @@ def assemble(config: RunConfig, model: nn.Module, device: torch.device) -> Train
         memory="auto" if config.memory.keep == "auto" else Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
         grad_reduction=engine.grad_reduction,
     )
-    work = model_work(model, model.config.get_text_config())  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    if handle.automatic is not None:
+        handle.automatic.expect(config.optimizer.kind, config.optimizer.step_in_backward)
+    work = model_work(model, model.config.get_text_config())
     module = engine.wrap(model, handle)
     return Trainee(model, module, handle, engine, _stepping(module, engine, config), work, device)
 
 
-def check_memory(model: nn.Module, device: torch.device) -> None:
-    """Refuse a model whose weights are more than a GPU has free; other devices are not asked.
+def check_memory(model: Any, device: torch.device, quantization: str = "none") -> None:
+    """Refuse a model whose weights, packed if they will be, are more than a GPU has free; other devices are not asked.
 
     Raises:
         ConfigError: with both numbers.
     """
     if device.type != "cuda":
         return
-    moved = [t for t in itertools.chain(model.parameters(), model.buffers()) if t.device != device]
-    needed_bytes = sum(t.numel() * t.element_size() for t in moved)
+    needed = needed_bytes(model, device, quantization)
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    if needed_bytes > free_bytes:
+    if needed > free_bytes:
         raise ConfigError(
-            f"The model's weights need {needed_bytes:,} bytes, but {device} has {free_bytes:,} bytes free, and each "
+            f"The model's weights need {needed:,} bytes, but {device} has {free_bytes:,} bytes free, and each "
             "process builds the whole model before any sharding. Free the GPU, or take a smaller model or model.dtype."
         )
 
@@ -205,8 +206,10 @@ def _backward(trainee: Trainee, step: Step) -> Tensor:
 def _introduce(config: RunConfig, trainee: Trainee) -> str:
     mesh = trainee.mesh
     count = sum(whole_shape(parameter).numel() for parameter in trainee.model.parameters())
+    trained = sum(whole_shape(p).numel() for p in trainee.model.parameters() if p.requires_grad)
+    part = "" if trained == count else f", {trained:,} of them trained"
     return (
-        f"{config.model.name}: {count:,} parameters, engine {trainee.engine.name} on {mesh.world.size} "
+        f"{config.model.name}: {count:,} parameters{part}, engine {trainee.engine.name} on {mesh.world.size} "
         f"{trainee.device.type} process{'es' if mesh.world.size > 1 else ''}, sequence_length "
         f"{config.sequence_length:,}, sp {mesh.sequence.size} = ulysses {mesh.ulysses.size} x ring {mesh.ring.size}"
     )

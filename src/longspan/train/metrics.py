@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from longspan.mesh import Mesh
+from longspan.stream.quantized import packed_size
 
 # Dense bf16 FLOP/s without sparsity, from the vendors' data sheets; SXM boards where there are several.
 _PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}
@@ -67,17 +68,20 @@ class Work:
 
     Args:
         parameters: weights that a token is multiplied with, embedding look-ups left out, chosen experts only.
+        frozen: those of them that get no gradient.
         attention_width: sum over layers of heads x (query width + value width).
     """
 
     parameters: int
     attention_width: int
+    frozen: int = 0
 
     def flops(self, documents_tokens: Sequence[int]) -> float:
-        """Count forward and backward of these documents: 6 per weight and token, and attention to what is visible."""
+        """Count forward and backward of these documents: 6 per weight and token, 4 if it is frozen, and attention to
+        what is visible."""
         tokens = sum(documents_tokens)
         pairs = sum(n * n for n in documents_tokens) / 2
-        return 6.0 * self.parameters * tokens + 6.0 * self.attention_width * pairs
+        return (6.0 * self.parameters - 2.0 * self.frozen) * tokens + 6.0 * self.attention_width * pairs
 
 
 def model_work(model: nn.Module, config: Any) -> Work | None:
@@ -94,17 +98,20 @@ def model_work(model: nn.Module, config: Any) -> Work | None:
     chosen: int = getattr(config, "num_experts_per_tok", None) or 1
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    parameters = 0
+    packed = {id(m._parameters["weight"]): n for m in model.modules() if (n := packed_size(m)[0])}
+    parameters = frozen = 0
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or (id(parameter) in looked_up and not tied):
+        if parameter.dim() < 2 or (id(parameter) in looked_up and not tied) or ".original_module." in name:
             continue
         share = (chosen, experts) if ".experts." in name else (1, 1)
-        parameters += parameter.numel() * share[0] // share[1]
+        own = packed.get(id(parameter), parameter.numel()) * share[0] // share[1]
+        parameters += own
+        frozen += 0 if parameter.requires_grad else own
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     query = getattr(config, "qk_head_dim", None) or width
     value = getattr(config, "v_head_dim", None) or width
-    return Work(parameters, config.num_hidden_layers * heads * (query + value))
+    return Work(parameters, config.num_hidden_layers * heads * (query + value), frozen)
 
 
 def peak_flops(device: torch.device) -> float | None:

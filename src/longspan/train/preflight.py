@@ -9,7 +9,9 @@ import torch
 from longspan.config import RunConfig
 from longspan.engines import build_engine
 from longspan.errors import TopologyError
+from longspan.integrations.adapters import check_adapter
 from longspan.integrations.models import check_fit, load_model_config
+from longspan.integrations.quantize import check_quantization
 from longspan.integrations.tokenizer import encode, load_tokenizer
 from longspan.optim import check_kind
 from longspan.plan.degrees import choose_degrees
@@ -25,9 +27,11 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
     """
     check_output(Path(config.output_dir), config.overwrite)
     check_kind(config.optimizer.kind)
-    build_engine(
+    engine = build_engine(
         config.engine, world_size, None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
     )
+    check_adapter(config.adapter)
+    check_quantization(config.model.quantization, engine.name)
     if config.optimizer.step_in_backward and world_size > 1:
         raise TopologyError(
             f"optimizer.step_in_backward serves one process, not {world_size}, as gradients are reduced after it. "

@@ -25,8 +25,10 @@ from longspan.plan.machine import MACHINES, Cluster, Machine
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.plan import Plan, describe
 from longspan.plan.runs import Costs
-from longspan.plan.setup import Optimizer, Setup
+from longspan.plan.setup import Optimizer, Setup, find_optimizer
+from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Choice, forced
+from longspan.stream.quantized import packed_size, quantised
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -74,7 +76,9 @@ class Automatic:
         base: the plan without a length.
         backend: what full tiles are compiled with; None to run them as they are.
         streams_norm: whether the norm after the layers can run in tiles.
-        optimizer: bytes of the optimizer per weight; None for AdamW in the weights' own type.
+        optimizer: bytes of the optimizer per weight; None for that of `kind`.
+        kind: the optimizer by name; states are in the type of what is trained where it does not say otherwise.
+        in_backward: whether it steps inside backward.
     """
 
     place: Place
@@ -84,6 +88,8 @@ class Automatic:
     backend: str | None
     streams_norm: bool
     optimizer: Optimizer | None = None
+    kind: str = "adamw"
+    in_backward: bool = False
     plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
     tasks: dict[bool, Task] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
@@ -93,6 +99,20 @@ class Automatic:
         """Decide for a model's device and a mesh; full tiles are compiled on CUDA. Cost: as `Place.agreed`."""
         backend = "inductor" if parts.device.type == "cuda" else None
         return cls(Place.agreed(parts.device, mesh), mesh, operands, base, backend, parts.norm is not None)
+
+    def expect(self, kind: str, in_backward: bool = False) -> None:
+        """Plan for another optimizer than AdamW beside the parameters, from the next batch on.
+
+        Args:
+            kind: its name in `longspan.plan.setup.OPTIMIZERS`.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        find_optimizer(kind)
+        self.kind, self.in_backward = kind, in_backward
+        self.plans.clear()
+        self.tasks.clear()
 
     def plan(self, model: nn.Module, rows: int, tokens: int) -> Plan:
         """Return the plan for rows of so many tokens, and say so the first time that layers run in a new way.
@@ -112,12 +132,13 @@ class Automatic:
             place, world = self.place, self.mesh.world.size
             cluster = Cluster(place.machine, world, place.node_ranks, place.device_bytes, place.host_bytes)
             degrees = Degrees(self.base.ulysses_degree, self.base.ring_degree, self.base.reasons[0])
-            held = [(weights.whole_shape(p).numel(), p) for p in model.parameters()]
-            itemsize = sum(count * p.element_size() for count, p in held) / sum(count for count, _ in held)
-            trained = max((p.element_size() for _, p in held if p.requires_grad), default=4)
-            optimizer = self.optimizer or replace(Optimizer.adamw(trained), weight_bytes=itemsize)
+            shape = model_shape(model, self.operands)
+            trained = max((p.element_size() for p in model.parameters() if p.requires_grad), default=4)
+            optimizer = self.optimizer or Optimizer.held(
+                self.kind, trained, _weight_bytes(model, shape), self.in_backward
+            )
             self.tasks[sharded] = Task(
-                model_shape(model, self.operands),
+                shape,
                 cluster,
                 degrees,
                 "fsdp2" if sharded else "ddp",
@@ -127,6 +148,7 @@ class Automatic:
                 compiles=self.backend is not None,
                 # ranks with other batches may see other lengths, and gathering must happen on all of them or none
                 rebuilds=not sharded or self.mesh.data.size == 1,
+                settled=True,
                 streams_norm=self.streams_norm,
             )
         return self.tasks[sharded]
@@ -165,6 +187,13 @@ class Automatic:
         if not dist.is_initialized() or dist.get_rank() == 0:
             lines = plan.explain().splitlines()[1:]
             print("\n".join(["longspan:" + lines[0].removeprefix(" "), *lines[1:]]), file=sys.stderr)
+
+
+def _weight_bytes(model: nn.Module, shape: ModelShape) -> float:
+    """Return the bytes per weight of a model, packed weights as they are packed."""
+    packed = sum(packed_size(module)[1] for module in model.modules())
+    plain = {id(p): p for m in model.modules() if not quantised(m) for p in m.parameters(recurse=False)}
+    return (packed + sum(weights.whole_shape(p).numel() * p.element_size() for p in plain.values())) / shape.parameters
 
 
 def _plain_fits(setup: Setup) -> bool:

@@ -21,6 +21,7 @@ from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_token
 from longspan.kernels.fit import FitKernel
 from longspan.loss import Head, tiled_loss, token_logps, token_scores
 from longspan.mesh import Mesh
+from longspan.stream.quantized import whole_weights
 from longspan.stream.routing import Balance
 from longspan.stream.segment import Segment
 from longspan.weights import under_zero3
@@ -262,7 +263,12 @@ class HeadForward:
                 f"The head was given {list(hidden.shape)} of {call.shard.layout.shard_tokens} tokens a row."
             )
         call.passage.stash.settle()
-        head = Head(self.original, tuple(p for p in self.module.parameters() if p.requires_grad))
+        with whole_weights(self.module.modules()) as instead:
+            return self._made(call, hidden, instead.get(self.module, self.original), *args, **kwargs)
+
+    def _made(self, call: ForwardCall, hidden: Tensor, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Make what the call asks for of hidden states [B, s, d], with a forward of the head."""
+        head = Head(forward, tuple(p for p in self.module.parameters() if p.requires_grad))
         labels = call.shift_labels
         if labels is not None:
             labels = labels.to(hidden.device, non_blocking=True)
@@ -274,7 +280,7 @@ class HeadForward:
         elif call.output == "scores" and labels is not None:
             results = token_scores(hidden, head, labels)
         elif self.applied.logits:
-            logits = self.original(hidden, *args, **kwargs)
+            logits = forward(hidden, *args, **kwargs)
             if labels is not None:
                 results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels),)
             gathers = any(map(under_zero3, head.parameters))

@@ -28,6 +28,7 @@ from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
+from longspan.stream.quantized import mixes_tokens
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 """Names under which configs of transformers keep the dropout of attention probabilities."""
@@ -139,6 +140,12 @@ def _check_model(parts: Parts) -> None:
         )
     if parts.checkpointing:
         raise ModelError(GRADIENT_CHECKPOINTING)
+    for name, module in parts.model.named_modules():
+        if reason := mixes_tokens(module):
+            raise ModelError(
+                f"{name} ({type(module).__name__}) uses {reason}: a part of a sequence, or a tile of it, would be "
+                "computed in other numbers than the whole. Use scales per row or block, or weights quantised alone."
+            )
     for name in _ATTENTION_DROPOUTS:
         if dropout := getattr(config, name, None):
             raise ModelError(
