@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import longspan
@@ -47,13 +46,19 @@ class History:
     parameters: dict[str, Tensor]
 
 
-def build() -> Any:
+def build(adapters: bool = False) -> Any:
     torch.manual_seed(11)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=61, initializer_range=0.2,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    if not adapters:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(12)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
 def micro_batches(step: int, count: int) -> list[dict[str, Tensor]]:
@@ -77,10 +82,14 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
 
 
-def one_process(count: int) -> History:
+def trained(model: Any) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def one_process(count: int, adapters: bool = False) -> History:
     """Train the unprepared model on all micro-batches of each step."""
-    model = build()
-    optimizer = optimizer_of(model.parameters())
+    model = build(adapters)
+    optimizer = optimizer_of(trained(model).values())
     losses, norms = [], []
     for step in range(STEPS):
         batches = micro_batches(step, count)
@@ -94,16 +103,16 @@ def one_process(count: int) -> History:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return History(losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()})
+    return History(losses, norms, {n: p.detach().clone() for n, p in trained(model).items()})
 
 
-def divided(engine_name: str, layout: Layout, accumulation: int) -> History:
+def divided(engine_name: str, layout: Layout, accumulation: int, adapters: bool = False) -> History:
     """Train the prepared model; data ranks take the micro-batches of a step in turn."""
     engine = build_engine(engine_name, dist.get_world_size(), None)
-    model = build()
+    model = build(adapters)
     handle = longspan.prepare(model, layout.size, ring_degree=layout.ring, grad_reduction=engine.grad_reduction)
     module = engine.wrap(model, handle)
-    optimizer = optimizer_of(module.parameters())
+    optimizer = optimizer_of(trained(module).values())
     replicas, replica = handle.mesh.data.size, handle.mesh.data.rank
     losses, norms = [], []
     for step in range(STEPS):
@@ -120,23 +129,23 @@ def divided(engine_name: str, layout: Layout, accumulation: int) -> History:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    whole = {
-        name.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in module.named_parameters()
-    }
-    return History(losses, norms, whole)
+    return History(losses, norms, {n: engine.whole(p).clone() for n, p in trained(module).items()})
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("accumulation", "adapters"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_five_steps_equal_one_process(run_ranks: Any, engine: str, layout: str, accumulation: int) -> None:
+def test_five_steps_equal_one_process(
+    run_ranks: Any, engine: str, layout: str, accumulation: int, adapters: bool
+) -> None:
+    if adapters:
+        pytest.importorskip("peft")
     where = LAYOUTS[layout]
-    expected = one_process(accumulation * where.world // where.size)
-    start = {n: p.detach() for n, p in build().named_parameters()}
+    expected = one_process(accumulation * where.world // where.size, adapters)
+    start = {n: p.detach() for n, p in trained(build(adapters)).items()}
     assert max(expected.norms) > MAX_NORM, "clipping is at work"
     assert all(float((p - start[n]).norm() / p.norm()) > 1e-3 for n, p in expected.parameters.items()), "all move"
-    for found in run_ranks(where.world, divided, engine, where, accumulation):
+    for found in run_ranks(where.world, divided, engine, where, accumulation, adapters):
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)
         assert found.norms == pytest.approx(expected.norms, rel=1e-3)
         assert found.parameters.keys() == expected.parameters.keys()
