@@ -54,7 +54,7 @@ def model_of(adapters: bool = False, tied: bool = False) -> Any:
         return model
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"]))
+    model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj", "lm_head"]))
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:

@@ -85,6 +85,9 @@ class Zero:
         if self.stage == 3:
             _let_gradients_reach_the_layers(model)
             self._deepspeed.utils.set_z3_leaf_modules(model, sorted({type(x) for x in prepared.layers}, key=repr))
+            head = model.get_output_embeddings()  # type: ignore[operator]
+            if any(True for _ in head.children()):  # parts of an adapter: gathered together, once for all tiles
+                self._deepspeed.utils.set_z3_leaf_module(head, True)
         self.module = Held(model)
         return self.module
 
