@@ -49,13 +49,15 @@ def launch() -> None:
 def train(stage: int) -> tuple[int, list[tuple[float, dict[str, Tensor], bool, bool]]]:
     from deepspeed.utils import safe_get_full_grad
 
+    full_gradient: Any = safe_get_full_grad
+
     from longspan.integrations.deepspeed import UlyssesSPAttentionHF
 
     launch()
     seen = []
 
     def note(step: int, engine: Any, batch: Any, outputs: Any, loss: Tensor) -> None:
-        gradients = {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
+        gradients = {name: torch.clone(full_gradient(p)) for name, p in engine.module.named_parameters()}
         shaped = outputs.logits.shape == (*batch["input_ids"].shape, 53)
         seen.append((loss.item(), gradients, "labels" in batch, shaped))
 
@@ -94,6 +96,8 @@ def tiled_mlp_forward(self: Any, x: Tensor) -> Tensor:
 def with_tiles(stage: int, own_params: bool) -> dict[str, Tensor]:
     """One step on rows of unlike lengths per rank, data parallel, in tiles of unlike numbers."""
     from deepspeed.utils import safe_get_full_grad
+
+    full_gradient: Any = safe_get_full_grad
     from transformers.models.llama import modeling_llama
 
     from longspan.integrations.deepspeed import TiledFusedLogitsLoss
@@ -125,7 +129,7 @@ def with_tiles(stage: int, own_params: bool) -> dict[str, Tensor]:
             )
             engine.backward(loss / 16)
             gradients = {
-                n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad
+                n: torch.clone(full_gradient(p)) for n, p in engine.module.named_parameters() if p.requires_grad
             }
             engine.step()
         return gradients

@@ -17,11 +17,11 @@ from longspan.integrations.deepspeed import UlyssesSPAttentionHF, UlyssesSPDataL
 
 pytestmark = pytest.mark.dist
 REL = 1e-10
-register = UlyssesSPAttentionHF.register_with_transformers
+register: Any = UlyssesSPAttentionHF.register_with_transformers
 
 
 def config(heads: int = 4, kv_heads: int = 2, **changed: Any) -> LlamaConfig:
-    sizes = {"hidden_size": 8 * heads, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 53, "head_dim": 8}
+    sizes: Any = dict(hidden_size=8 * heads, intermediate_size=40, num_hidden_layers=2, vocab_size=53, head_dim=8)
     return LlamaConfig(**sizes | changed, num_attention_heads=heads, num_key_value_heads=kv_heads)
 
 
@@ -307,10 +307,10 @@ def bad_models() -> None:
 
     positions = 8 * dist.get_rank() + torch.arange(8)[None]
     part = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "position_ids": positions}
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 9, "head_dim": 8, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    linear = {"layer_types": ["full_attention", "linear_attention"], "num_experts": 0, "linear_num_value_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 9, "head_dim": 8, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    dynamic: Any = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    linear: dict[str, Any] = {"layer_types": ["full_attention", "linear_attention"], "num_experts": 0, "linear_num_value_heads": 2}
     cases = [
         ("asks attention for sliding_window", MistralConfig(**sizes, **heads, sliding_window=4)),
         ("rotary embeddings of type 'dynamic'", LlamaConfig(**sizes, **heads, rope_parameters=dynamic)),

@@ -159,7 +159,8 @@ def test_batches_that_cannot_be_divided_stop_all_ranks(run_ranks: Any) -> None:
 
 def test_one_rank_alone_and_a_loader_of_torch() -> None:
     rows = [{k: v for k, v in batch(0, 0, 5).items() if isinstance(v, Tensor)}]
-    loader = UlyssesSPDataLoaderAdapter(DataLoader(rows, batch_size=None), 0, None, 1, "cpu")
+    whole: Any = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+    loader = UlyssesSPDataLoaderAdapter(whole, 0, None, 1, "cpu")
     (part,) = loader
     assert torch.equal(part["input_ids"], rows[0]["input_ids"])
     assert torch.equal(part["shift_labels"][:, :-1], rows[0]["labels"][:, 1:])

@@ -126,7 +126,7 @@ def test_the_incoming_gradient_scales_all_gradients_of_a_tiled_loss(shards: int,
     mask = (torch.arange(16).view(2, 8) % 3 > 0).double() if masked else None
     flat = None if mask is None else mask.view(-1)
     expected = gradients(head, hidden(2, 8, 6), lambda x: head.loss(x, targets(), flat) / 64 * 3)
-    changed = {} if params == "named" else {"params": None}
+    changed: dict[str, Any] = {} if params == "named" else {"params": None}
     same(
         gradients(head, hidden(2, 8, 6), lambda x: tiled_loss(head, x, shards, mask=mask, **changed) / 64 * 3), expected
     )
@@ -238,7 +238,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ModelError, match=instead):
             gone(1, 2, three=3)
     with pytest.raises(ModelError, match="TiledFusedLogitsLoss"):
-        alst.TiledLoss.apply(1, 2)
+        alst.TiledLoss.apply(1, 2)  # type: ignore[call-arg]
 
 
 def test_a_mask_is_made_once_and_only_when_asked_for() -> None:
