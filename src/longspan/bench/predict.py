@@ -80,7 +80,8 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
 def _task(config: Any, work: Work, host: Host) -> Task:
     machine = find_machine("cpu" if host.gpu is None else host.gpu.split()[-1])
     cluster = cluster_for(machine, host.gpus, host.gpus, host.gpu_bytes, host.host_bytes)
-    engine = "fsdp2" if work.chosen_engine == "zero-3" else work.chosen_engine  # which shards parameters as well
+    zero = {"zero-1": "ddp", "zero-2": "ddp", "zero-3": "fsdp2"}  # which hold parameters alike
+    engine = zero.get(work.chosen_engine, work.chosen_engine)
     task = task_for(model_shape(config), cluster, engine, work.optimizer)
     if (work.ulysses, work.ring) != (None, None):
         layer = task.shape.layers[0]

@@ -44,7 +44,7 @@ class Work:
     @property
     def in_backward(self) -> bool:
         """Whether each parameter is stepped as soon as its gradient is there."""
-        return self.sp == 1 and self.optimizer in IN_BACKWARD and self.engine != "fsdp2"
+        return self.sp == 1 and self.optimizer in IN_BACKWARD and self.engine in (AUTO, "single")
 
     @property
     def chosen_engine(self) -> str:

@@ -81,7 +81,7 @@ class Zero:
                 f"or set DS_ACCELERATOR={prepared.mesh.device_type} before DeepSpeed is imported."
             )
         self._model, self._mpu = model, MPU(prepared.mesh)
-        self._in_bf16 = self._compute == torch.bfloat16 or _same_dtype(model) == torch.bfloat16
+        self._in_bf16 = torch.bfloat16 in (_same_dtype(model), self._compute)
         if self.stage == 3:
             _let_gradients_reach_the_layers(model)
             self._deepspeed.utils.set_z3_leaf_modules(model, sorted({type(x) for x in prepared.layers}, key=repr))
