@@ -211,7 +211,7 @@ def zero_config(stage: int) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000},  # by default gibibytes a process
     }
 
 
