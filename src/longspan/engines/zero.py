@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,7 @@ class Zero:
         self._model, self._mpu = model, MPU(prepared.mesh)
         self._in_bf16 = torch.bfloat16 in (_same_dtype(model), self._compute)
         if self.stage == 3:
-            _let_gradients_reach_the_layers(model)
-            self._deepspeed.utils.set_z3_leaf_modules(model, sorted({type(x) for x in prepared.layers}, key=repr))
-            head = model.get_output_embeddings()  # type: ignore[operator]
-            if any(True for _ in head.children()):  # parts of an adapter: gathered together, once for all tiles
-                self._deepspeed.utils.set_z3_leaf_module(head, True)
+            let_stage3_gather(model, prepared.layers)
         self.module = Held(model)
         return self.module
 
@@ -267,11 +263,18 @@ def _same_dtype(model: nn.Module) -> torch.dtype:
     return kinds.pop()
 
 
-def _let_gradients_reach_the_layers(model: nn.Module) -> None:
-    """Make embeddings that are frozen return tensors that require gradients.
+def let_stage3_gather(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Have stage 3 gather each layer at once, and reduce its gradients once they are all there.
 
-    Stage 3 reduces a layer's gradients once those of its input are there, which otherwise would be at once.
+    Call it before DeepSpeed takes the model. A head with parts (of an adapter) is gathered as a layer is, once for all
+    tiles. Stage 3 takes a layer's gradients for complete once those of its input are there, so a frozen embedding is
+    made to return tensors that require gradients.
     """
+    leaves: Any = importlib.import_module("deepspeed").utils
+    leaves.set_z3_leaf_modules(model, sorted({type(layer) for layer in layers}, key=repr))
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if any(True for _ in head.children()):
+        leaves.set_z3_leaf_module(head, True)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     trained = any(p.requires_grad for p in model.parameters())
     if trained and not any(p.requires_grad for p in embedding.parameters()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -50,10 +50,8 @@ class Optimizer:
             weights: bytes per weight, of all weights together.
             in_backward: whether it steps inside backward.
         """
-        plain = find_optimizer(kind)
-        state = 2 * trained if kind == "adamw" else plain.state_bytes
-        traffic = 10 * trained if kind == "adamw" else plain.traffic_bytes
-        return cls(kind, weights, 0 if in_backward else trained, state, plain.host_bytes, traffic)
+        plain = cls.adamw(trained) if kind == "adamw" else find_optimizer(kind)
+        return replace(plain, weight_bytes=weights, gradient_bytes=0 if in_backward else trained)
 
     @property
     def in_backward(self) -> bool:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from longspan.weights import under_zero3
+
 
 def partitioned(parameters: Sequence[Tensor]) -> bool:
     """Whether ZeRO stage 3 holds some of the parameters in parts."""
-    return any(hasattr(parameter, "ds_id") for parameter in parameters)
+    return any(map(under_zero3, parameters))
 
 
 @contextmanager
@@ -32,7 +34,7 @@ def whole(parameters: Sequence[Tensor], module: nn.Module) -> Iterator[None]:
     quiet = [each for each in module.modules() if all(id(p) in held for p in each.parameters())]
     kept = [(each, each._forward_pre_hooks, each._forward_hooks) for each in quiet]
     with ExitStack() as stack:
-        missing = [p for p in parameters if hasattr(p, "ds_id") and p.numel() != p.ds_numel]  # type: ignore[attr-defined]
+        missing = [p for p in parameters if under_zero3(p) and p.numel() != p.ds_numel]  # type: ignore[attr-defined]
         if missing:
             stack.enter_context(deepspeed.zero.GatheredParameters(missing))
         try:

@@ -263,7 +263,7 @@ def enable(
         trainer._move_model_to_device(trainer.model, device)
     handle = prepare(trainer.model, size, **options)
     if trainer.is_deepspeed_enabled:
-        let_zero3_gather_layers(trainer)
+        let_zero3_gather_layers(trainer, handle)
     enabled = EnabledTrainer(trainer, handle, token_fields)
     enabled.settings = settings
     return enabled
