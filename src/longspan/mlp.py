@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.forwards import Forwards
+from longspan.overrides import Overrides
 from longspan.tiled import cut_tokens, tile
 from longspan.tiling import Ambient
 
@@ -60,9 +60,9 @@ class TiledModules:
 
     def __init__(self, forwards: dict[str, TiledForward]) -> None:
         self._forwards = forwards
-        self._replaced = Forwards()
+        self._replaced = Overrides()
         for forward in forwards.values():
-            self._replaced.replace(forward.module, forward)
+            self._replaced.set(forward.module, forward=forward)
 
     @property
     def names(self) -> tuple[str, ...]:

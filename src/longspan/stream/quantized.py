@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
-from longspan.forwards import Forwards
+from longspan.overrides import Overrides
 
 Linear = Callable[[Tensor], Tensor]
 
@@ -31,7 +31,7 @@ def whole_weights(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Line
 
     Cost: memory of these modules' weights, in the type they compute in.
     """
-    forwards, held = Forwards(), []
+    forwards, held = Overrides(), []
     instead: dict[nn.Module, Linear] = {}
     try:
         for module in modules:
@@ -42,7 +42,7 @@ def whole_weights(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Line
             module._parameters["weight"] = _WholeParameter(weight, requires_grad=False)
             if _is_bnb(module) and isinstance(module, nn.Linear):
                 instead[module] = _PlainLinear(module)
-                forwards.replace(module, instead[module])
+                forwards.set(module, forward=instead[module])
         yield instead
     finally:
         forwards.restore()

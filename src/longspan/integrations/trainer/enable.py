@@ -19,12 +19,12 @@ from longspan.batch import count_targets
 from longspan.errors import ConfigError, LongspanError
 from longspan.integrations.trainer.checks import check, chosen_size
 from longspan.integrations.trainer.model import FullBatch
-from longspan.integrations.trainer.overrides import Overrides
 from longspan.integrations.trainer.replicas import Replicas
 from longspan.integrations.trainer.rows import EvaluationRows, Share, evaluation_rows, fingerprint, training_rows
 from longspan.integrations.trainer.zero import check_zero, let_zero3_gather_layers
 from longspan.integrations.transformers import Applied, prepare
 from longspan.mesh import Mesh
+from longspan.overrides import Overrides
 from longspan.plan.plan import Plan
 
 _NAME = "_longspan_enabled"

@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.attention.build import Attend
 from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
-from longspan.forwards import Forwards
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.automatic import Automatic
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
@@ -29,6 +28,7 @@ from longspan.integrations.transformers.routers import Routers
 from longspan.integrations.transformers.zero import DeepSpeedCheck
 from longspan.loader import ShardedLoader
 from longspan.mesh import Axis, Mesh
+from longspan.overrides import Overrides
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
@@ -73,7 +73,7 @@ class Applied:
         self.compared = False
         self.settings: tuple[object, ...] = ()
         self._plain_attention = cast(str, parts.model.config._attn_implementation)
-        self._replaced = Forwards()
+        self._replaced = Overrides()
         rotaries = [(module, Rotary(module, self)) for module in parts.rotaries]
         use_attention(self.model, NAME)
         self.routers = Routers.of(parts)
@@ -102,7 +102,7 @@ class Applied:
 
     def _replace(self, forwards: Iterable[tuple[nn.Module, Any]]) -> None:
         for module, forward in forwards:
-            self._replaced.replace(module, forward)
+            self._replaced.set(module, forward=forward)
 
     @property
     def layers(self) -> nn.ModuleList:
