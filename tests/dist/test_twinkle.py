@@ -102,6 +102,26 @@ def test_whole_batches_train_as_in_one_process(
             assert (gradients[name] - value).norm() <= rel * value.norm(), name
 
 
+def whole_batch_in_between() -> tuple[Tensor, Tensor]:
+    """Return logits of a part that a whole batch of another length came after, and of that batch."""
+    strategy = SequenceParallelStrategy(None, {"ulysses_size": 2}, build())
+    strategy.initialize()
+    model: Any = strategy.model
+    part = strategy.preprocess_inputs(batch())
+    between = model(**batch(11)).logits
+    found = strategy.postprocess(model(**part)).logits
+    strategy.remove()
+    return found.detach(), between.detach()
+
+
+def test_a_whole_batch_does_not_disturb_a_part(run_ranks: Any) -> None:
+    wanted = [build()(**batch(length), use_cache=False).logits for length in (21, 11)]
+    for found in run_ranks(2, whole_batch_in_between):
+        for logits, expected, length in zip(found, wanted, (21, 11), strict=True):
+            mask = batch(length)["attention_mask"][..., None]
+            torch.testing.assert_close(logits * mask, (expected * mask).detach())
+
+
 def settings() -> None:
     rank = dist.get_rank()
     model, whole = build(), {k: v for k, v in batch().items() if k != "labels"}

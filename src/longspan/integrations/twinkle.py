@@ -145,15 +145,18 @@ class SequenceParallelStrategy:
         engines that average them.
         """
         shard, self._shard = self._shard, None
+        return outputs if shard is None else self._gathered(outputs, shard)
+
+    postprocess_outputs = postprocess
+
+    def _gathered(self, outputs: Any, shard: Shard) -> Any:
         logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-        if self.handle is None or shard is None or logits is None or not self.config.gather_logits:
+        if self.handle is None or logits is None or not self.config.gather_logits:
             return outputs
         whole = self.handle.gather(logits, shard)
         if isinstance(outputs, Tensor):
             return whole
         return type(outputs)(**{**outputs, "logits": whole})
-
-    postprocess_outputs = postprocess
 
     def remove(self) -> None:
         """Give the model back as it was."""
@@ -182,8 +185,8 @@ class _ShardingForward:
         if len(args) > 1 or (args and "input_ids" in kwargs):
             raise BatchError(f"Pass a batch by name; got {len(args)} tensors without one.")
         batch = {**({"input_ids": args[0]} if args else {}), **kwargs}
-        part = strategy.preprocess_inputs({name: value for name, value in batch.items() if value is not None})
-        return strategy.postprocess(self.prepared(**part))
+        part = handle.shard({name: value for name, value in batch.items() if value is not None})
+        return strategy._gathered(self.prepared(**part), part[CONTEXT])
 
 
 def _axis_size(mesh: DeviceMesh) -> int | None:
