@@ -115,6 +115,25 @@ def test_layers_that_are_recomputed_ask_nobody_again(run_ranks: Any) -> None:
             assert (gradients[name] - value).norm() <= REL * value.norm(), name
 
 
+def loss_after_another_model() -> float:
+    """Return a policy's loss on a part without targets, which a reference model of the same config saw before it."""
+    made = config()
+    register(made, "sdpa", 2, 2)
+    try:
+        reference, policy = build(made), build(made)
+        ids, positions = torch.zeros(1, 8, dtype=torch.long), 8 * dist.get_rank() + torch.arange(8)[None]
+        with torch.no_grad():
+            reference(input_ids=ids, position_ids=positions, use_cache=False)
+        labels = torch.full_like(ids, -100)
+        return float(policy(input_ids=ids, position_ids=positions, labels=labels, shift_labels=labels).loss)
+    finally:
+        UlyssesSPAttentionHF.unregister()
+
+
+def test_each_model_is_guarded_whoever_saw_the_batch_before(run_ranks: Any) -> None:
+    assert run_ranks(2, loss_after_another_model) == [0.0, 0.0]
+
+
 def logits_of(model: Any, size: int, kind: str = "plain") -> Tensor:
     """This rank's logits of divided rows."""
     mpu = register(model, "sdpa", size, 2)

@@ -50,8 +50,8 @@ class Contexts:
         self.mesh, self.seq_length = mesh, seq_length
         self._seen: deque[_Seen] = deque(maxlen=_IN_FLIGHT)
 
-    def schedule(self, positions: Tensor, padding: Tensor | None, tokens: int) -> tuple[Schedule, bool]:
-        """Return the kernel calls of a micro-batch, and whether it is new.
+    def schedule(self, positions: Tensor, padding: Tensor | None, tokens: int) -> Schedule:
+        """Return the kernel calls of a micro-batch.
 
         Args:
             positions: position ids [B, s] of this rank's tokens.
@@ -66,7 +66,7 @@ class Contexts:
         parts = (positions, padding)
         for seen in self._seen:
             if seen.of(parts):
-                return seen.schedule, False
+                return seen.schedule
         if positions.dim() != 2 or positions.shape[1] != tokens:
             raise BatchError(
                 f"position_ids must be [B, {tokens}] like the tokens of this rank, got {list(positions.shape)}."
@@ -74,7 +74,7 @@ class Contexts:
         schedule = self._make(positions, padding)
         versions = tuple(None if part is None else part._version for part in parts)
         self._seen.append(_Seen(parts, versions, schedule))
-        return schedule, True
+        return schedule
 
     def _make(self, positions: Tensor, padding: Tensor | None) -> Schedule:
         axis, tokens = self.mesh.sequence, positions.shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ class Interception:
         self.name = name
         self.registrations: list[Registration] = []
         self.losses = Losses()
+        self._known: WeakSet[nn.Module] = WeakSet()  # layers whose models were looked at
         self._own: dict[Any, Any] = {}
         for interface, entry in (
             (ALL_ATTENTION_FUNCTIONS, self),
@@ -108,11 +110,11 @@ class Interception:
                 f"{request.layer} called attention without position_ids, by which documents and the places of tokens "
                 "are known: pass the position_ids of UlyssesSPDataLoaderAdapter to the model."
             )
-        schedule, new = registration.contexts.schedule(positions, padding, tokens)
-        if new:
+        if request.module not in self._known:
             _check_config(getattr(request.module, "config", None), request.layer)
             self.losses.guard_caller()
-        return schedule
+            self._known.add(request.module)
+        return registration.contexts.schedule(positions, padding, tokens)
 
     def _registration(self, module: nn.Module) -> Registration:
         """Find what was asked for the model that a layer belongs to."""
