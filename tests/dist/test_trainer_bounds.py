@@ -257,3 +257,20 @@ def predict_without_logits(case: Case) -> str:
 
 def test_predictions_need_logits(run_ranks: Any) -> None:
     assert all("logits=True" in told for told in run_ranks(2, predict_without_logits, Case("ddp", 2, 2)))
+
+
+def taken(case: Case) -> list[tuple[int, int | None]]:
+    """Return how many micro-batches each step takes, and their targets, where data ranks have 5 and 3 of them."""
+    with accelerated(case), tempfile.TemporaryDirectory() as folder:
+        enabled = enable(make(case, folder), case.size)
+        replica = enabled.mesh.data.rank
+        batches = iter([Padded()([row]) for row in rows()[6 * replica :][: 5 - 2 * replica]])
+        steps = [enabled.trainer.get_batch_samples(batches, 2, torch.device("cpu")) for _ in range(4)]
+        return [(len(step), None if items is None else int(items)) for step, items in steps]
+
+
+def test_data_ranks_with_unlike_numbers_of_batches_stop_together(run_ranks: Any) -> None:
+    given = [sum(label != -100 for label in row["labels"][1:]) for row in rows()]
+    targets = [sum(given[i] for i in (0, 1, 6, 7)), sum(given[i] for i in (2, 8))]
+    for steps in run_ranks(4, taken, Case("ddp", 4, 2)):
+        assert steps == [(2, targets[0]), (1, targets[1]), (0, None), (0, None)]

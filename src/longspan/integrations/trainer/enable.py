@@ -48,7 +48,7 @@ class EnabledTrainer:
         self.replicas = Replicas(handle.mesh, trainer.args.device)
         self.settings: tuple[object, ...] = ()
         self._overrides = Overrides()
-        self._evaluating = False
+        self._evaluating = self._taking = False
         self._rows: EvaluationRows | None = None
         self._samples = 0
         self._plain = {
@@ -137,19 +137,27 @@ class EnabledTrainer:
         return evaluation_rows(self.trainer.accelerator, loader, share)
 
     def _get_batch_samples(self, iterator: Any, count: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Take the micro-batches of a step; where data ranks have different numbers left, all take the smallest."""
-        batches, items = self._plain["get_batch_samples"](iterator, count, device)
-        common, alike = self.replicas.common(len(batches))
-        if alike:
-            return batches, items
-        batches = batches[:common]
+        """Take the micro-batches of a step; where data ranks have different numbers left, all take the smallest.
+
+        Targets are counted only then: ranks that have none left would otherwise skip a collective of the others.
+        """
+        self._taking = True
+        try:
+            batches, _ = self._plain["get_batch_samples"](iterator, count, device)
+        finally:
+            self._taking = False
+        batches = batches[: self.replicas.smallest(len(batches))]
         return batches, self._count(batches, device)
 
     def _count(self, batches: list[Any], device: torch.device) -> Tensor | None:
         """Count the targets of micro-batches over all data ranks, each token once; None where Trainer counts none."""
         trainer = self.trainer
         labelled = bool(batches) and ("labels" in batches[0] or "shift_labels" in batches[0])
-        if not labelled or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+        if (
+            self._taking
+            or not labelled
+            or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+        ):
             return None
         problem, targets = None, 0
         try:

@@ -48,14 +48,13 @@ class Replicas:
         dist.all_reduce(sums, group=self.mesh.data.group)
         return torch.where(sums[1] > 0, sums[0] / sums[1], sums[2] / self.size)
 
-    def common(self, count: int) -> tuple[int, bool]:
-        """Return the smallest count of all data ranks, and whether all have it."""
+    def smallest(self, count: int) -> int:
+        """Return the smallest count of all data ranks."""
         if self.size == 1:
-            return count, True
-        edges = torch.tensor([count, -count], device=self.device)
-        dist.all_reduce(edges, dist.ReduceOp.MIN, group=self.mesh.data.group)
-        low, high = edges.tolist()
-        return low, low == -high
+            return count
+        least = torch.tensor(count, device=self.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.mesh.data.group)
+        return int(least)
 
     def count(self, targets: int | Tensor, seen: Tensor, problem: LongspanError | None) -> Tensor:
         """Add up targets over the data ranks, once all ranks of each sequence are seen to have read the same.
