@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longspan.integrations.planning import task_for
@@ -149,6 +149,7 @@ def test_more_memory_keeps_more() -> None:
     st.floats(1.0, 2.0),
     st.sampled_from(sorted(OPTIMIZERS)),
 )
+@example(255_550, 69.0, 1.5, 128.0, 1.0, "adamw-bf16-sr")
 def test_more_memory_is_never_slower(
     tokens: int, gpu_gib: float, more_gpu: float, host_gib: float, more_host: float, optimizer: str
 ) -> None:

@@ -20,9 +20,6 @@ from longspan.plan.memory import MOVING_BYTES, Ledger, Moment, kept_bytes, movin
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
 
-WORTH_HOST = 0.99
-"""A step must take at most this share of its time to be worth using more of the host, which is pinned in seconds."""
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -96,7 +93,7 @@ def solve(setup: Setup, rebuilds: bool = True, below_s: float = math.inf) -> Cho
         best = min(_candidates(costs, room, ledger, rebuilds, below_s), key=lambda c: c[0], default=None)
         if best is not None:
             choice = choice_of(costs, ledger, room, *best[1:])
-            if found is None or choice.step_s < WORTH_HOST * found.step_s:
+            if found is None or choice.step_s < found.step_s:
                 found = choice
     return found
 
