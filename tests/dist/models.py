@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -93,6 +94,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3TextConfig(
         **_sizes(num_hidden_layers=3, sliding_window=WINDOW, layer_types=["sliding_attention"] * 2 + ["full_attention"])
     ),
+    "granite-swa": lambda: GraniteSWAConfig(
+        **_sizes(num_attention_heads=6, num_key_value_heads=2, attention_multiplier=0.4, sliding_window=WINDOW)
+    ),
     "gpt-oss": lambda: GptOssConfig(
         **_sizes(
             num_local_experts=3,
@@ -117,10 +121,10 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers
     if family == MIXED_HEADS:
         return _mixed_heads(dtype, seed)
     config = FAMILIES[family]()
-    layers = config.num_hidden_layers if layers is None else layers
-    config.num_hidden_layers = layers
+    count: Any = config.num_hidden_layers if layers is None else layers
+    config.num_hidden_layers = count
     if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i % len(config.layer_types)] for i in range(layers)]
+        config.layer_types = [config.layer_types[i % len(config.layer_types)] for i in range(count)]
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").to(
         dtype
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from longspan.attention.schedule import Schedule
 from longspan.errors import BatchError, ConfigError, LongspanError, ModelError, TopologyError
 from longspan.integrations.deepspeed import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter, groups
 
@@ -105,6 +107,38 @@ def test_rows_divided_over_ranks_give_the_gradients_of_whole_rows(
         assert loss == pytest.approx(true_loss, rel=REL)
         for name, value in true_gradients.items():
             assert (gradients[name] - value).norm() <= REL * value.norm(), name
+
+
+def train_windowed(kind: str) -> dict[str, float]:
+    """One step of a model whose layers see a window, alone and divided."""
+    from transformers import MistralConfig
+
+    sizes: Any = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, vocab_size=53, head_dim=8)
+    made: Any = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=6)
+    true_loss, true_gradients = truth(made, kind)
+    mpu = register(made, "sdpa", 2, 2)
+    try:
+        model = build(made)
+        group = mpu.get_sequence_parallel_group()
+        part = next(UlyssesSPDataLoaderAdapter([rows(kind)], mpu.get_sequence_parallel_rank(), group, 2, "cpu"))
+        labels = part.pop("shift_labels")
+        with patch.object(Schedule, "of", side_effect=Schedule.of) as schedules:
+            loss = summed(model(**part, use_cache=False).logits, labels)
+        assert schedules.call_count == 2, "one without the window and one with it, not one per layer"
+        loss.backward()
+        total = loss.detach().clone()
+        for tensor in (total, *(p.grad for p in model.parameters())):
+            dist.all_reduce(tensor, group=group)
+        errors = {n: float((p.grad - true_gradients[n]).norm() / true_gradients[n].norm()) for n, p in model.named_parameters()}
+        return errors | {"loss": abs(total.item() / true_loss - 1)}
+    finally:
+        UlyssesSPAttentionHF.unregister()
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+def test_layers_with_a_window(run_ranks: Any, kind: str) -> None:
+    for found in run_ranks(2, train_windowed, kind):
+        assert max(found.values()) <= REL, found
 
 
 def test_layers_that_are_recomputed_ask_nobody_again(run_ranks: Any) -> None:

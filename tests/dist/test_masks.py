@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import longspan
+import steps
 from dense import apart
 from longspan.attention import build as build_module
 from longspan.attention.ring import Ring
@@ -28,12 +29,11 @@ from longspan.stream import attending as attending_module
 from longspan.stream.prefix import Tiles
 from models import WINDOW, Rows, build
 from pool import RunRanks
-from steps import truth_of
 from test_parity import Errors, compare, exact, worst
 
 pytestmark = pytest.mark.dist
 
-FAMILIES = ["mistral-window", "qwen2-window", "gemma2", "gemma3", "gpt-oss"]
+FAMILIES = ["mistral-window", "qwen2-window", "gemma2", "gemma3", "granite-swa", "gpt-oss"]
 ROWS = {"one document": Rows([[63]]), "packed": Rows([[20, 1, 6, 14]]), "ragged": Rows([[13, 4], [29], [1, 1, 8]])}
 DEGREES = {"one": (1, 1), "u2": (2, 1), "r2": (1, 2), "2x2": (2, 2), "u3": (3, 1), "r3": (1, 3)}
 FULL_TILE = 10**9
@@ -71,8 +71,8 @@ class Case:
         """Return how the layers run, for so many of them."""
         memory = (MEMORIES | COMPILED)[self.memory]
         if memory.tile_tokens == FULL_TILE:
-            tokens = max(sum(row) for row in ROWS[self.rows].documents)
-            return replace(memory, tile_tokens=Layout(tokens, *DEGREES[self.degrees][::-1]).shard_tokens)
+            tokens, (ulysses, ring) = max(sum(row) for row in ROWS[self.rows].documents), DEGREES[self.degrees]
+            return replace(memory, tile_tokens=Layout(tokens, ring, ulysses).shard_tokens)
         return replace(memory, keep=memory.keep[:layers]) if isinstance(memory.keep, tuple) else memory
 
 
@@ -81,7 +81,7 @@ def errors(case: Case, mistake: str | None = None) -> Errors:
     rows, (ulysses, ring) = ROWS[case.rows], DEGREES[case.degrees]
     with float64_throughout():
         model = build(case.family)
-        truth = truth_of(model, [[rows]])
+        truth = steps.truth_of(model, [[rows]])
         with MISTAKES[mistake]() if mistake else nullcontext():
             handle = longspan.prepare(
                 model, case.ranks, ulysses_degree=ulysses, ring_degree=ring, memory=case.ways(len(model.model.layers))
@@ -120,9 +120,18 @@ def test_streamed_layers_equal_one_device(run_ranks: RunRanks, family: str, degr
     check(run_ranks, [Case(family, next(turn), degrees, memory) for memory in MEMORIES if memory != "graph"])
 
 
-@pytest.mark.parametrize("memory", COMPILED)
-@pytest.mark.parametrize(("family", "degrees"), [("gpt-oss", "u2"), ("gpt-oss", "r2"), ("gemma2", "u2")])
+@pytest.mark.parametrize(
+    ("family", "degrees", "memory"),
+    [
+        ("granite-swa", "u2", "compiled"),
+        ("granite-swa", "u2", "products"),
+        ("granite-swa", "u2", "compiled graph"),
+        ("granite-swa", "r2", "compiled, x+O+KV"),
+        ("gemma2", "u2", "compiled"),
+    ],
+)
 def test_compiled_layers_equal_one_device(run_ranks: RunRanks, family: str, degrees: str, memory: str) -> None:
+    """One layer has a window and another has none; sinks are an operand of attention that is compiled away from it."""
     check(run_ranks, [Case(family, "packed", degrees, memory)])
 
 
@@ -181,6 +190,15 @@ def counted() -> tuple[int, int, int]:
 def test_kernel_calls_are_worked_out_once_per_window_and_micro_batch(run_ranks: RunRanks) -> None:
     """Six layers, four of them with a window: two schedules; none more where no document is longer than the window."""
     assert run_ranks(1, counted) == [(2, 2, 1)]
+
+
+@pytest.mark.parametrize("memory", [Memory(), Memory(3, Keep.X_O)], ids=["graph", "tiles"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_engines_reduce_the_gradients_of_sinks_once(run_ranks: RunRanks, engine: str, memory: Memory) -> None:
+    """Sinks are divided among ranks like other parameters under FSDP2, and each rank's share counts its own heads."""
+    cases = [steps.Case("granite-swa", degrees, memory, engine, "packed") for degrees in ((2, 1), (1, 2))]
+    for wrong in run_ranks(2, steps.all_errors, cases, timeout_s=200):
+        assert not wrong
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class Told:
     """
 
     causal: bool
-    scale: float
+    scale: Any
     cu: tuple[Any, Any] = (None, None)
     longest: tuple[Any, Any] = (None, None)
     left: int | None = None
