@@ -50,6 +50,20 @@ def mamba_sizes() -> dict[str, Any]:
     return {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 
 
+def unknown_logits(**fields: float) -> Any:
+    """A model that moves its logits by what its config does not say."""
+    made = llama(**fields)
+    plain = made.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    made.forward = forward
+    return made
+
+
 def gemma3n() -> Any:
     """Layers that reuse the keys of others, and pass several hidden states each; without windows and softcap."""
     sizes: dict[str, Any] = SIZES | {
@@ -100,11 +114,11 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, final_logit_softcapping=None)),
         "Gemma2Attention of layer 0 asks attention for softcap=50.0",
     ),
-    "logit-softcap": (
-        lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, attn_logit_softcapping=None)),
-        "Gemma2ForCausalLM changes the output of its head",
+    "unknown-logits": (lambda: unknown_logits(), r"changes the output of its head .* \(it names no scale"),
+    "other-logits": (
+        lambda: unknown_logits(logits_scaling=3.0),
+        r"changes the output of its head .* not as its config says \(a scale of 3 with .* or a scale of 0.333333 with",
     ),
-    "logit-scale": (lambda: model(hf.CohereConfig(**SIZES, logit_scale=0.5)), "CohereForCausalLM changes the output"),
     "conv": (
         lambda: model(hf.Lfm2Config(**SIZES, layer_types=["full_attention", "conv"])),
         r"model.layers.1 \(Lfm2DecoderLayer\) never calls the attention interface",

@@ -27,6 +27,7 @@ from longspan.integrations.transformers.rope import Rotary
 from longspan.integrations.transformers.routers import Routers
 from longspan.integrations.transformers.zero import DeepSpeedCheck
 from longspan.loader import ShardedLoader
+from longspan.loss import LossOptions
 from longspan.mesh import Axis, Mesh
 from longspan.overrides import Overrides
 from longspan.plan.keep import Keep, Memory
@@ -63,6 +64,7 @@ class Applied:
         self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, memory
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
+        self.logit_options = LossOptions()  # what the model makes of its head's output
         self.stash = Stash(parts.device, memory.budget)
         self.automatic: Automatic | None = None
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval

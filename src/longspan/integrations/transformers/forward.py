@@ -269,24 +269,24 @@ class HeadForward:
     def _made(self, call: ForwardCall, hidden: Tensor, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Make what the call asks for of hidden states [B, s, d], with a forward of the head."""
         head = Head(forward, tuple(p for p in self.module.parameters() if p.requires_grad))
-        labels = call.shift_labels
+        labels, options = call.shift_labels, self.applied.logit_options
         if labels is not None:
             labels = labels.to(hidden.device, non_blocking=True)
         results: tuple[Tensor, ...] = ()
         if call.output == "logps" and labels is not None:
-            results = (token_logps(hidden, head, labels),)
+            results = (token_logps(hidden, head, labels, options=options),)
         elif call.output == "logps_and_entropy" and labels is not None:
-            results = token_logps(hidden, head, labels, entropy=True)
+            results = token_logps(hidden, head, labels, entropy=True, options=options)
         elif call.output == "scores" and labels is not None:
-            results = token_scores(hidden, head, labels)
+            results = token_scores(hidden, head, labels, options)
         elif self.applied.logits:
             logits = forward(hidden, *args, **kwargs)
             if labels is not None:
-                results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels),)
+                results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels, options=options),)
             gathers = any(map(under_zero3, head.parameters))
             return call.carry.load(logits, results) if gathers else call.carry.beside(logits, results)
         elif labels is not None:
-            results = (tiled_loss(hidden, head, labels),)
+            results = (tiled_loss(hidden, head, labels, options=options),)
         return call.carry.load(hidden.new_empty(*hidden.shape[:2], 0), results)
 
 

@@ -20,7 +20,7 @@ from longspan.integrations.transformers.automatic import Automatic
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
 from longspan.integrations.transformers.norm import norm_note
 from longspan.integrations.transformers.parts import Parts
-from longspan.integrations.transformers.probe import Shape, probe
+from longspan.integrations.transformers.probe import Probed, Shape, probe
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
@@ -82,15 +82,15 @@ def prepare(
     ways = Memory() if memory == "auto" else memory
     ways.check_layers(len(parts.layers))
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
-    shapes, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
+    probed, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
     plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
     applied = Applied(parts, axes, plan, Attend(axes, chosen), ways, **options)
-    applied.settings, applied.operands = settings, shapes
+    applied.settings, applied.operands, applied.logit_options = settings, probed.shapes, probed.logits
     if memory == "auto":
-        applied.decide(Automatic.agreed(parts, axes, shapes, plan))
+        applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"longspan: {plan.summary()}", file=sys.stderr)
     return applied
@@ -98,14 +98,14 @@ def prepare(
 
 def _decide(
     parts: Parts, size: int, ulysses: int | None, ring: int | None, kernel: str
-) -> tuple[list[Shape], Degrees, Kernel, Plan]:
+) -> tuple[Probed, Degrees, Kernel, Plan]:
     """Probe the model, and choose what serves every layer."""
-    shapes, device = _probe(parts), parts.device
-    degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
-    chosen, notes = _kernel(kernel, shapes, device)
+    probed, device = _probe(parts), parts.device
+    degrees = _degrees(probed.shapes, size, ulysses, ring, _node_size(device))
+    chosen, notes = _kernel(kernel, probed.shapes, device)
     reasons = (degrees.reason, *notes)
     plan = Plan(size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", reasons)
-    return shapes, degrees, chosen, plan
+    return probed, degrees, chosen, plan
 
 
 def _with_notes(plan: Plan, *notes: str | None) -> Plan:
@@ -156,7 +156,7 @@ def _check_model(parts: Parts) -> None:
         Routers.of(parts).known()
 
 
-def _probe(parts: Parts) -> list[Shape]:
+def _probe(parts: Parts) -> Probed:
     """Run the probe under our attention implementation, and put the model's own back."""
     register()
     plain: Any = parts.model.config._attn_implementation

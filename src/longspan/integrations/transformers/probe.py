@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from longspan.attention.call import Request
 from longspan.batch import CONTEXT
 from longspan.errors import LongspanError, ModelError
+from longspan.integrations.transformers.logits import logit_options, trial_logits
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.routers import ROUTER_LOGITS
+from longspan.loss import LossOptions
 
 _TOKENS = 5
 _ROW = 2  # has neighbours on both sides, so that mixing in either direction shows
@@ -31,6 +33,14 @@ class Shape:
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a few tokens have shown: each layer's attention call, and what becomes of the head's output."""
+
+    shapes: list[Shape]
+    logits: LossOptions
 
 
 @dataclass
@@ -52,15 +62,13 @@ class ProbeCall:
         return out.to(request.q.device, request.q.dtype)
 
 
-def probe(parts: Parts) -> list[Shape]:
+def probe(parts: Parts) -> Probed:
     """Run the model on a few tokens and check every decoder layer.
 
     A layer passes if it calls attention once with its own keys and values, and if neither another token nor another
-    token's attention output moves a row of its output. The head passes if the model returns its output as logits, and
-    what comes before the layers if the last tokens, run by themselves, enter the first layer as they do in company.
-
-    Returns:
-        The shape of each layer's attention call.
+    token's attention output moves a row of its output. The head passes if the model returns its output as logits, or
+    scaled and capped as its config says, and what comes before the layers if the last tokens, run by themselves, enter
+    the first layer as they do in company.
 
     Raises:
         ModelError: names the layer and what it does.
@@ -74,7 +82,7 @@ def probe(parts: Parts) -> list[Shape]:
     ]
     try:
         with torch.no_grad(), _evaluating(parts.model):
-            whole = _run_model(parts, 0)
+            whole, logits = _run_model(parts, 0)
             for hook in hooks:
                 hook.remove()
             shapes = []
@@ -83,14 +91,14 @@ def probe(parts: Parts) -> list[Shape]:
                 if i not in seen:
                     raise ModelError(f"{name} was not called in a forward pass.")
                 shapes.append(_check_layer(name, layer, *seen.pop(i)))
-            _check_part(parts, whole[0], _run_model(parts, _PART)[0])
+            _check_part(parts, whole[0], _run_model(parts, _PART)[0][0])
     finally:
         for hook in hooks:
             hook.remove()
-    return shapes
+    return Probed(shapes, logits)
 
 
-def _run_model(parts: Parts, first: int) -> list[Request]:
+def _run_model(parts: Parts, first: int) -> tuple[list[Request], LossOptions]:
     """Run the model on the tokens from `first` with a stand-in for attention and for the head's output."""
     model, head, embedding = parts.model, parts.head, cast(Any, parts.embedding)
     device, size = parts.device, embedding.weight.shape[0]
@@ -99,7 +107,7 @@ def _run_model(parts: Parts, first: int) -> list[Request]:
     call = ProbeCall()
 
     def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        logits.append(torch.randn(out.shape, generator=torch.Generator().manual_seed(len(logits))).to(out))
+        logits.append(trial_logits(model.config.get_text_config(), out.shape, seed=len(logits)).to(out))
         return logits[-1]
 
     hook = head.register_forward_hook(replace)
@@ -118,12 +126,7 @@ def _run_model(parts: Parts, first: int) -> list[Request]:
         hook.remove()
     if len(logits) != 1 or logits[0].shape[:2] != ids.shape:
         raise ModelError(f"{type(model).__name__} does not call its output head once on all tokens.")
-    if not torch.equal(out.logits.to(logits[0].dtype), logits[0]):
-        raise ModelError(
-            f"{type(model).__name__} changes the output of its head before returning it as logits (a softcap or a "
-            "scale); longspan does not support that yet."
-        )
-    return call.requests
+    return call.requests, logit_options(type(model).__name__, model.config.get_text_config(), logits[0], out.logits)
 
 
 def _check_part(parts: Parts, whole: Request, part: Request) -> None:
