@@ -114,7 +114,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, final_logit_softcapping=None)),
         "Gemma2Attention of layer 0 asks attention for softcap=50.0",
     ),
-    "unknown-logits": (lambda: unknown_logits(), r"changes the output of its head .* \(it names no scale"),
+    "unknown-logits": (unknown_logits, r"changes the output of its head .* \(it names no scale"),
     "other-logits": (
         lambda: unknown_logits(logits_scaling=3.0),
         r"changes the output of its head .* not as its config says \(a scale of 3 with .* or a scale of 0.333333 with",

@@ -60,6 +60,12 @@ class Bench:
     precision: Precision
     experts: bool
 
+    def only(self, names: Sequence[str]) -> Bench:
+        """Return the same with some of the samples; with all if none is named."""
+        at = [i for i, sample in enumerate(self.samples) if not names or sample.name in names]
+        chosen = [[each[i] for i in at if i < len(each)] for each in (self.samples, self.truths, self.baselines)]
+        return Bench(self.model, chosen[0], chosen[1], chosen[2], self.precision, self.experts)  # type: ignore[arg-type]
+
 
 def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str, Any] | None:
     """Check a model configuration; call it on every one of the `settings.sp` processes.
@@ -76,17 +82,17 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
     """
     precision = _precision(settings.dtype, device)
     config = few_layers(config, settings.layers)
-    config, changes = _affordable(config) if device.type == "cpu" else (config, {})
+    config, changes = affordable(config) if device.type == "cpu" else (config, {})
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 1
     tokens = _tokens(settings, heads, getattr(text, "max_position_embeddings", None), device)
     with float64_throughout() if precision is FLOAT64 else contextlib.nullcontext():
-        bench = _bench(config, _samples(settings, tokens, text.vocab_size), precision, device)
+        bench = make_bench(config, _samples(settings, tokens, text.vocab_size), precision, device)
         plans: list[Plan] = []
         cases: list[Case] = []
         for ulysses, ring in _degrees(settings, heads):
             if all((ulysses, ring) != (plan.ulysses_degree, plan.ring_degree) for plan in plans):
-                plan, found = _under(bench, settings, ulysses, ring)
+                plan, found = under(bench, settings, ulysses, ring)
                 plans.append(plan)
                 cases += found
     if _rank():
@@ -114,7 +120,7 @@ def _samples(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
     return [sample for sample in made if not settings.only or sample.name in settings.only]
 
 
-def _affordable(config: Any) -> tuple[Any, dict[str, int]]:
+def affordable(config: Any) -> tuple[Any, dict[str, int]]:
     """Return a configuration that CPUs check in a minute, and the widths that changed."""
     if parameter_count(config) <= _WIDE_PARAMETERS:
         return config, {}
@@ -172,7 +178,7 @@ def _divisions(sp: int, heads: int) -> list[tuple[int, int]]:
     return ways if len(ways) <= _MOST_DEGREES else [*ways[: _MOST_DEGREES - 1], ways[-1]]
 
 
-def _bench(config: Any, made: list[Sample], precision: Precision, device: torch.device) -> Bench:
+def make_bench(config: Any, made: list[Sample], precision: Precision, device: torch.device) -> Bench:
     """Build the model everywhere, and on the first rank find the truth of every sample."""
     model = random_model(config, precision.dtype, device)
     model.train()
@@ -193,7 +199,7 @@ def _bench(config: Any, made: list[Sample], precision: Precision, device: torch.
     return Bench(model, made, truths, baselines, precision, has_experts(config))
 
 
-def _under(bench: Bench, settings: Settings, ulysses: int | None, ring: int | None) -> tuple[Plan, list[Case]]:
+def under(bench: Bench, settings: Settings, ulysses: int | None, ring: int | None) -> tuple[Plan, list[Case]]:
     """Check every sample under one pair of degrees; the cases are those of the first rank, empty elsewhere."""
     with trial(bench.model, settings, ulysses, ring, logits=False) as ready:
         trained = [_trained(ready, sample) for sample in bench.samples]
