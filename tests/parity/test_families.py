@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from families import FAMILIES, PAGE, REFUSED, Family, rendered
-from test_check import no_borders, wrong_engine, wrong_tiles
 
 import longspan
+from families import FAMILIES, PAGE, REFUSED, Family, rendered
 from longspan.check.row import COLUMNS, WAYS, Cell, cells, check_ways, row
 from longspan.check.settings import Settings
 from longspan.errors import ModelError
 from longspan.integrations.presets import preset_config
 from pool import RunRanks
+from test_check import no_borders, wrong_engine, wrong_tiles
 
 pytestmark = pytest.mark.dist
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from longspan.check.compare import FLOAT64, Case
+from longspan.check.compare import FLOAT64
 from longspan.check.float64 import float64_throughout
 from longspan.check.run import Bench, affordable, make_bench, under
 from longspan.check.samples import samples
@@ -17,7 +17,7 @@ from longspan.errors import LongspanError
 from longspan.integrations.random_weights import few_layers
 from longspan.plan.keep import Keep, Memory
 
-_TOKENS = 93
+_TOKENS = 75
 _TILE_TOKENS = 13
 _PACKED = "packed"
 _EXACT, _REFUSED, _FAILED = "exact", "refused", "FAILED"
@@ -88,7 +88,7 @@ def check_ways(config: Any, settings: Settings, sp: int) -> list[dict[str, Any]]
         config: a transformers configuration; its weights are drawn.
 
     Returns:
-        On the first rank a dict per way, of its place in `WAYS` and its `cases`, or why it was `refused`; None elsewhere.
+        On the first rank a dict per way: its place in `WAYS` and its `cases`, or why it was `refused`. None elsewhere.
 
     Raises:
         LongspanError: the configuration makes no model.
