@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.integrations.transformers.norm import final_norm
+from longspan.integrations.transformers.pictures import Sight
 from longspan.integrations.transformers.rope import rotary_kinds
+from longspan.integrations.transformers.vision import sight_of
 
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
@@ -23,16 +25,17 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Model, trunk, decoder layers, head, input embedding, rotary embeddings and final norm."""
+    """Model, text trunk, decoder layers, head, input embedding, rotary embeddings, final norm and vision tower."""
 
     model: PreTrainedModel
-    trunk: nn.Module
+    trunk: PreTrainedModel
     layers: nn.ModuleList
     layers_name: str
     head: nn.Module
     embedding: nn.Module
     rotaries: tuple[nn.Module, ...]
     norm: nn.Module | None  # what follows the layers, if it is found
+    sight: Sight | None = None  # of models with a vision tower
 
     @property
     def device(self) -> torch.device:
@@ -61,16 +64,17 @@ class Parts:
                 f"{type(found).__name__} has no language-modelling head; longspan trains causal language models, "
                 "such as those of AutoModelForCausalLM."
             )
-        trunk = found.base_model
+        sight, trunk, prefix = sight_of(found), found.base_model, found.base_model_prefix
+        if sight is not None:
+            trunk, prefix = trunk.language_model, f"{prefix}.language_model"
         count = getattr(found.config.get_text_config(), "num_hidden_layers", None)
         lists = [(n, m) for n, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
             raise ModelError(f"{type(found).__name__} has no list of {count} decoder layers that longspan can find.")
         name, layers = lists[0]
         rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
-        prefix = found.base_model_prefix
         norm = final_norm(trunk.get_submodule(name.rpartition(".")[0]), embedding.weight)  # type: ignore[arg-type]
-        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm)
+        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm, sight)
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
