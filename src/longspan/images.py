@@ -135,8 +135,8 @@ class _Deliver(torch.autograd.Function):
         send, order = (t.to(features.device, non_blocking=True) for t in (route.send, route.order))
         ctx.save_for_backward(send, order)
         rows = features[send]
-        if route.rows:
-            rows = exchange_rows(rows, route.sent, route.received, axis)
+        if route.rows and axis.size > 1:
+            rows = exchange_rows(rows, route.sent, route.received, axis).wait()
         return rows[order], features.new_zeros(())
 
     @staticmethod
@@ -144,10 +144,10 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, d_rows: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         route: Route = ctx.route
         send, order = ctx.saved_tensors
-        arrived = torch.empty_like(d_rows)
+        arrived = d_rows.new_empty(d_rows.shape)
         arrived[order] = d_rows
-        if route.rows:
-            arrived = exchange_rows(arrived, route.received, route.sent, ctx.axis)
+        if route.rows and ctx.axis.size > 1:
+            arrived = exchange_rows(arrived, route.received, route.sent, ctx.axis).wait()
         d_features = d_rows.new_zeros(ctx.shape)
         d_features[send] = arrived
         return d_features, None, None

@@ -1,4 +1,4 @@
-"""Rows of a matrix that travel to the ranks that want them."""
+"""Rows of a matrix to whoever needs them: each rank sends as many to each other as the plan says."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.pending import Pending
 from longspan.mesh import Axis
 
 
-def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
-    """Send rows [n, w], sorted by the rank they go to, and return those that come in, sorted by the rank they are from.
+def exchange_rows(sent: Tensor, counts: Sequence[int], expected: Sequence[int], axis: Axis) -> Pending[Tensor]:
+    """Start sending rows [n, width] to the ranks of an axis while theirs arrive.
 
     Args:
-        sent, received: how many rows go to, and come from, each rank of the axis.
+        sent: the rows for each rank, in rank order; it must stay as it is until the result is taken.
+        counts: rows for each rank; expected: rows from each.
 
-    Cost: one all-to-all of no more than these rows.
+    Returns:
+        The rows of all ranks, in rank order [sum of expected, width].
+
+    Cost: one all-to-all; every rank of the axis makes it, also if it sends and expects nothing.
     """
-    if axis.size == 1:
-        return rows
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=axis.group)
-    return arrived
+    received = sent.new_empty(sum(expected), sent.shape[1])
+    request = dist.all_to_all_single(received, sent, list(expected), list(counts), axis.group, async_op=True)
+    return Pending([request], lambda: received, sent)

@@ -61,7 +61,7 @@ class Applied:
     ) -> None:
         self.parts = parts
         self.model: PreTrainedModel = parts.model
-        self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, memory
+        self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, self._with_states(memory)
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
         self.stash = Stash(parts.device, memory.budget)
@@ -155,10 +155,14 @@ class Applied:
         assert self.automatic is not None
         self.plan = self.automatic.plan(self.model, rows, tokens)
         assert self.plan.memory is not None
-        self.memory = self.plan.memory
+        self.memory = self._with_states(self.plan.memory)
         if self.memory.compile is not None and self.compiler is None:
             self.compiler = Compiler(self.memory.compile)
         return self.memory
+
+    def _with_states(self, memory: Memory) -> Memory:
+        """Let layers keep their input where it is not what the layer before returned: DeepStack adds to it."""
+        return memory if self.parts.sight is None else memory.with_states(range(1, self.parts.sight.stacked + 1))
 
     def loader(
         self, batches: Iterable[Mapping[str, Any]], accumulation: int = 1, token_fields: Sequence[str] = ()

@@ -10,10 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.integrations.multimodal import Sight, sight_of, text_trunk
 from longspan.integrations.transformers.norm import final_norm
-from longspan.integrations.transformers.pictures import Sight
 from longspan.integrations.transformers.rope import rotary_kinds
-from longspan.integrations.transformers.vision import sight_of
 
 _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
@@ -64,9 +63,7 @@ class Parts:
                 f"{type(found).__name__} has no language-modelling head; longspan trains causal language models, "
                 "such as those of AutoModelForCausalLM."
             )
-        sight, trunk, prefix = sight_of(found), found.base_model, found.base_model_prefix
-        if sight is not None:
-            trunk, prefix = trunk.language_model, f"{prefix}.language_model"
+        trunk, prefix = text_trunk(found)
         count = getattr(found.config.get_text_config(), "num_hidden_layers", None)
         lists = [(n, m) for n, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
@@ -74,7 +71,7 @@ class Parts:
         name, layers = lists[0]
         rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
         norm = final_norm(trunk.get_submodule(name.rpartition(".")[0]), embedding.weight)  # type: ignore[arg-type]
-        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm, sight)
+        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm, sight_of(found))
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:

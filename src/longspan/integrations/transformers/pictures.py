@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.documents import Documents
 from longspan.errors import BatchError
 from longspan.images import Frames
+from longspan.integrations.multimodal import Sight
 
 KINDS = ("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")
 """Names of patches [n, width], and of patches per image (frames, height, width) [m, 3]: of images, and of videos."""
@@ -20,27 +21,6 @@ TYPES = "mm_token_type_ids"
 SECONDS = "second_per_grid_ts"
 FIELDS = frozenset({*KINDS[0], *KINDS[1], TYPES, SECONDS})
 """Fields of a full batch that are about images."""
-
-
-@dataclass(frozen=True)
-class Sight:
-    """What a model's code has to do with images.
-
-    Args:
-        owner: the module that joins the vision tower and the text trunk, and knows M-RoPE's positions.
-        tower: turns patches into feature rows.
-        tokens: ids of the tokens that stand for a feature row of an image, and of a video.
-        merge: patches along height, and along width, that make one feature row.
-        width: numbers of a patch.
-        stacked: layers after which features are added to hidden states (DeepStack).
-    """
-
-    owner: nn.Module
-    tower: nn.Module
-    tokens: tuple[int, int]
-    merge: int
-    width: int
-    stacked: int
 
 
 @dataclass(frozen=True)

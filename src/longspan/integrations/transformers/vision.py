@@ -13,31 +13,14 @@ from torch import Tensor, nn
 from longspan.batch import CONTEXT, Shard, shard_batch
 from longspan.errors import BatchError
 from longspan.images import Route, Tie
-from longspan.integrations.transformers.pictures import FIELDS, KINDS, Pictures, Sight
+from longspan.integrations.multimodal import Sight
+from longspan.integrations.transformers.pictures import FIELDS, KINDS, Pictures
 from longspan.mesh import Mesh
 
 if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
 
-_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 _PIXELS, _GRID = KINDS[0]
-
-
-def sight_of(model: Any) -> Sight | None:
-    """Return what a model's code has to do with images, if it is of a family whose code is known."""
-    config = model.config
-    if config.model_type not in _FAMILIES:
-        return None
-    vision = config.vision_config
-    channels = getattr(vision, "in_channels", None) or vision.in_chans
-    return Sight(
-        owner=model.base_model,
-        tower=model.base_model.visual,
-        tokens=(config.image_token_id, config.video_token_id),
-        merge=vision.spatial_merge_size,
-        width=channels * vision.temporal_patch_size * vision.patch_size**2,
-        stacked=len(getattr(vision, "deepstack_visual_indexes", ())),
-    )
 
 
 class Seen:
