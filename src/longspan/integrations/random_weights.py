@@ -84,7 +84,7 @@ def _with_widths(config: PretrainedConfig, widths: Mapping[str, int]) -> Pretrai
 def parameter_count(config: PretrainedConfig) -> int:
     """Return the number of parameters of a configuration's model. Cost: builds it without memory."""
     with torch.device("meta"):
-        model = _auto(config).from_config(config, trust_remote_code=False)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -104,7 +104,7 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
         options["experts_implementation"] = "eager"  # PyTorch's grouped products know no float64
     try:
         with torch.device(device):
-            model = _auto(config).from_config(config, **options)
+            model = auto_class(config).from_config(config, **options)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{type(config).__name__} does not make a model: {error}") from error
     generator = torch.Generator(device).manual_seed(_SEED)
@@ -182,7 +182,7 @@ def _rebuilt(config: PretrainedConfig, fields: dict[str, Any]) -> PretrainedConf
         raise ConfigError(f"{type(config).__name__} cannot be made smaller: {reason}") from None
 
 
-def _auto(config: PretrainedConfig) -> Any:
+def auto_class(config: PretrainedConfig) -> Any:
     """Return the auto class that has a language-modelling head for this family."""
     if type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM

@@ -25,6 +25,7 @@ from longspan.integrations.transformers.norm import NormForward
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
 from longspan.integrations.transformers.routers import Routers
+from longspan.integrations.transformers.vision import Vision
 from longspan.integrations.transformers.zero import DeepSpeedCheck
 from longspan.loader import ShardedLoader
 from longspan.loss import LossOptions
@@ -61,7 +62,7 @@ class Applied:
     ) -> None:
         self.parts = parts
         self.model: PreTrainedModel = parts.model
-        self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, memory
+        self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, self._with_states(memory)
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
         self.logit_options = LossOptions()  # what the model makes of its head's output
@@ -74,13 +75,16 @@ class Applied:
         self.alone = not dist.is_initialized()
         self.compared = False
         self.settings: tuple[object, ...] = ()
-        self._plain_attention = cast(str, parts.model.config._attn_implementation)
+        self._plain_attention = cast(str, parts.trunk.config._attn_implementation)
         self._replaced = Overrides()
         rotaries = [(module, Rotary(module, self)) for module in parts.rotaries]
-        use_attention(self.model, NAME)
+        use_attention(parts.trunk, NAME)
         self.routers = Routers.of(parts)
         self.routers.install()
         self._replace([(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries])
+        self.vision = None if parts.sight is None else Vision(parts.sight, self)
+        for module, values in () if self.vision is None else self.vision.stand_ins():
+            self._replaced.set(module, **values)
         if memory.streams:
             self._stream()
         self.model._longspan_applied = self  # type: ignore[assignment]
@@ -129,7 +133,7 @@ class Applied:
         _check_ids(self.parts.embedding, batch.get("input_ids"))
         if self.automatic is not None:
             self._settle(*batch_size(batch))
-        return shard_batch(
+        return (shard_batch if self.vision is None else self.vision.shard)(
             batch,
             self.mesh,
             num_items=num_items,
@@ -153,10 +157,14 @@ class Applied:
         assert self.automatic is not None
         self.plan = self.automatic.plan(self.model, rows, tokens)
         assert self.plan.memory is not None
-        self.memory = self.plan.memory
+        self.memory = self._with_states(self.plan.memory)
         if self.memory.compile is not None and self.compiler is None:
             self.compiler = Compiler(self.memory.compile)
         return self.memory
+
+    def _with_states(self, memory: Memory) -> Memory:
+        """Let layers keep their input where it is not what the layer before returned: DeepStack adds to it."""
+        return memory if self.parts.sight is None else memory.with_states(range(1, self.parts.sight.stacked + 1))
 
     def loader(
         self, batches: Iterable[Mapping[str, Any]], accumulation: int = 1, token_fields: Sequence[str] = ()
@@ -265,14 +273,14 @@ class Applied:
         if self.bypassed:
             yield self.model
             return
-        use_attention(self.model, self._plain_attention)
+        use_attention(self.parts.trunk, self._plain_attention)
         self.bypassed = True
         try:
             yield self.model
         finally:
             self.bypassed = False
             if self._replaced:
-                use_attention(self.model, NAME)
+                use_attention(self.parts.trunk, NAME)
 
     @contextmanager
     def fit(self) -> Iterator[None]:
@@ -294,7 +302,7 @@ class Applied:
         self._replaced.restore()
         self.stash.close()
         if replaced:
-            use_attention(self.model, self._plain_attention)
+            use_attention(self.parts.trunk, self._plain_attention)
             del self.model._longspan_applied, self.model.set_deepspeed_parallelism
             for layer in self.layers:
                 vars(layer).pop("_z3_leaf", None)
@@ -325,21 +333,26 @@ def _context(part: Mapping[str, Any] | Shard) -> Shard:
 def own_config(model: nn.Module, config: PreTrainedConfig) -> None:
     """Give a model a copy of its config: models made from one config object share it, and so their attention's name."""
     own = copy.copy(config)
+    copies = {id(config): own}
+    for key in config.sub_configs:
+        copies[id(getattr(config, key))] = copy.copy(getattr(config, key))
+        setattr(own, key, copies[id(getattr(config, key))])
     for module in model.modules():
-        if vars(module).get("config") is config:
-            module.config = own  # type: ignore[assignment]
+        module_config = vars(module).get("config")
+        if id(module_config) in copies:
+            module.config = copies[id(module_config)]  # type: ignore[assignment]
 
 
-def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Switch a model's attention implementation.
+def use_attention(trunk: PreTrainedModel, name: str) -> None:
+    """Switch the attention implementation of a model's text trunk; a vision tower keeps its own.
 
     Raises:
-        ModelError: the model does not use the attention interface.
+        ModelError: the trunk does not use the attention interface.
     """
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
+    trunk.set_attn_implementation(name)
+    if trunk.config._attn_implementation != name:
         raise ModelError(
-            f"{type(model).__name__} does not call its attention through transformers' attention interface, so "
+            f"{type(trunk).__name__} does not call its attention through transformers' attention interface, so "
             "longspan cannot take part in it."
         )
 

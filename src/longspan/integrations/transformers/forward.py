@@ -28,6 +28,7 @@ from longspan.weights import under_zero3
 
 if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
+    from longspan.integrations.transformers.vision import Seen
 
 Output = Literal["loss", "logps", "logps_and_entropy", "scores"]
 
@@ -57,11 +58,12 @@ class ForwardCall:
         self.passage = applied.passage(shard, self.memory)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
+        self.seen: Seen | None = None  # what the vision tower made for this rank's tokens
 
     def left_behind(self) -> tuple[Carry, Balance | None]:
         """Return what the head and the gates made, and hold no part of the graph any more: its nodes hold this call."""
         left = self.carry, self.balance
-        self.carry, self.balance, self.segment = Carry(), None, None
+        self.carry, self.balance, self.segment, self.seen = Carry(), None, None, None
         return left
 
     def attend_in(self, layer: int) -> Attend:
@@ -111,6 +113,8 @@ class Forward:
             applied.compared = True
         device = applied.parts.device
         kwargs = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        if applied.vision is not None:
+            call.seen = applied.vision.see(call.shard, kwargs)
         outer, applied.call = applied.call, call
         try:
             with nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance):
@@ -124,7 +128,7 @@ class Forward:
                 f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
                 "one now. Resize embeddings and add adapters before longspan.prepare."
             )
-        fields = {key: value for key, value in out.items() if key != "logits"}
+        fields = {key: value for key, value in out.items() if key not in _LEFT_OUT}
         if call.output != "loss":
             if balance is not None:
                 fields["aux_loss"] = self._auxiliary(call, balance)[0]
@@ -192,7 +196,7 @@ class Forward:
                     f"The model was called with {name}={kwargs[name]!r} for its attention, which longspan does not "
                     "support yet; leaving it out would change the result."
                 )
-        attention = applied.model.config._attn_implementation
+        attention = applied.parts.trunk.config._attn_implementation
         if attention != NAME:
             raise ModelError(
                 f"The model's attention implementation was set to '{attention}' after longspan.prepare, so its tokens "
@@ -225,6 +229,9 @@ class Forward:
 
 _MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})
 """Arguments that some attention functions heed when the caller passes them to the model."""
+
+_LEFT_OUT = ("logits", "image_outputs", "video_outputs")
+"""Fields of a model's output that are of this rank alone."""
 
 _REFUSED = {
     "attention_mask": "handle.shard reads it from the full batch",

@@ -131,12 +131,12 @@ def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
 def _check_model(parts: Parts) -> None:
     """Refuse settings of the model under which it would not be exact."""
     config = parts.model.config.get_text_config()
-    if config is not parts.model.config:
+    if config is not parts.model.config and parts.sight is None:
         kinds: Any = type(parts.model.config).sub_configs
         towers = [name for name in kinds if name != "text_config"]
         raise ModelError(
-            f"{type(parts.model).__name__} has {' and '.join(towers) or 'further parts'} besides its text model; "
-            "longspan does not divide multimodal models yet, only causal language models of text."
+            f"{type(parts.model).__name__} has {' and '.join(towers) or 'further parts'} besides its text model; of "
+            "multimodal models longspan divides Qwen2.5-VL and Qwen3-VL."
         )
     if parts.checkpointing:
         raise ModelError(GRADIENT_CHECKPOINTING)
@@ -159,12 +159,12 @@ def _check_model(parts: Parts) -> None:
 def _probe(parts: Parts) -> Probed:
     """Run the probe under our attention implementation, and put the model's own back."""
     register()
-    plain: Any = parts.model.config._attn_implementation
-    use_attention(parts.model, NAME)
+    plain: Any = parts.trunk.config._attn_implementation
+    use_attention(parts.trunk, NAME)
     try:
         return probe(parts)
     finally:
-        use_attention(parts.model, plain)
+        use_attention(parts.trunk, plain)
 
 
 def _degrees(shapes: list[Shape], size: int, ulysses: int | None, ring: int | None, node_size: int | None) -> Degrees:
