@@ -36,10 +36,10 @@ class Rotary:
         if call is None:
             return self.original(x, position_ids, *args, **kwargs)
         largest = call.shard.max_position
-        shown = torch.cat([position_ids, torch.full_like(position_ids[:, :1], largest)], dim=1)
+        shown = torch.cat([position_ids, torch.full_like(position_ids[..., :1], largest)], dim=-1)
         cos, sin = self.original(x, shown, *args, **kwargs)
         if largest < EXACT_FLOAT32_POSITIONS:
-            return cos[:, :-1], sin[:, :-1]
+            return cos[..., :-1, :], sin[..., :-1, :]
         kind = f"{kwargs.get('layer_type', args[0] if args else None)}_"
         kind = kind if kind in self.plain else ""
         if not self.plain.get(kind):
@@ -58,7 +58,12 @@ def rotary_kinds(module: nn.Module) -> tuple[str, ...]:
 
 
 def wide_tables(module: nn.Module, position_ids: Tensor, dtype: torch.dtype, kind: str = "") -> tuple[Tensor, Tensor]:
-    """Compute cos and sin [B, S, D] from the module's current frequencies with float64 angles."""
+    """Compute cos and sin [B, S, D] from the module's current frequencies with float64 angles.
+
+    Args:
+        position_ids: [B, S], or [3, B, S] with the same positions three times: tokens of text under M-RoPE.
+    """
+    position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     frequencies: Any = getattr(module, f"{kind}inv_freq")
     scaling: Any = getattr(module, f"{kind}attention_scaling", 1.0)
     angles = position_ids[..., None].to(torch.float64) * frequencies.to(torch.float64)  # [B, S, D/2]
@@ -79,6 +84,8 @@ def _has_plain_angles(module: nn.Module, forward: Any, kind: str) -> bool:
     agrees = []
     for largest in (1 << 24, 6):
         positions = torch.tensor([[0, 1, 5, largest]], device=frequencies.device)
+        if hasattr(module, "mrope_section"):
+            positions = positions.expand(3, -1, -1)
         with torch.no_grad():
             try:
                 tables = forward(x, positions, **layer_type)
