@@ -18,6 +18,7 @@ from longspan.errors import BatchError
 from longspan.layout import Layout, Piece
 from longspan.mask import Mask
 from longspan.mesh import Mesh
+from longspan.recurrent.build import Share
 from longspan.stream.prefix import Tiles
 
 if TYPE_CHECKING:
@@ -64,6 +65,21 @@ class Shard:
     passed: tuple[str, ...] = ()
     fingerprint: int = 0
     route: Route | None = None
+
+    def share(self, heads: int, halo: int, device: torch.device) -> Share:
+        """Return what this rank works on of recurrences with so many heads, worked out once for all layers.
+
+        Args:
+            halo: tokens before its own that their convolutions see.
+        """
+        key = (heads, halo, device)
+        if key not in self._shares:
+            self._shares[key] = Share.of(self.mask, self.rows, self.layout, self.mesh.sequence, heads, halo, device)
+        return self._shares[key]
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int, torch.device], Share]:
+        return {}
 
     @cached_property
     def schedule(self) -> Schedule:

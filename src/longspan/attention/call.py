@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
+from longspan.recurrent.call import Recurrence
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "num_items_in_batch"})
 """Keyword arguments that models hand to attention without expecting anything from it."""
@@ -31,6 +32,15 @@ class Request:
         """Name the calling module for messages."""
         index = getattr(self.module, "layer_idx", None)
         return type(self.module).__name__ + ("" if index is None else f" of layer {index}")
+
+    @property
+    def form(self) -> float:
+        """What is no tensor of it."""
+        return self.scale
+
+    def tensors(self, wanted: str) -> tuple[Tensor, ...]:
+        """Return those of q, k and v that are wanted."""
+        return tuple(getattr(self, name) for name in wanted)
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv]."""
@@ -70,8 +80,8 @@ def autocast(t: Tensor) -> Tensor:
 
 
 class Call(Protocol):
-    """What a forward pass carries to the attention calls of its layers."""
+    """What a forward pass carries to the token mixers of its layers."""
 
-    def attention(self, request: Request) -> Tensor:
-        """Answer one attention call -> [B, S, H, Dv]."""
+    def mix(self, request: Request | Recurrence) -> Tensor:
+        """Answer one call -> [B, S, H, Dv], with the query heads of attention or the value heads of a recurrence."""
         ...

@@ -21,6 +21,7 @@ from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.automatic import Automatic
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
+from longspan.integrations.transformers.mixers import mixer_forwards, net_of
 from longspan.integrations.transformers.norm import NormForward
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
@@ -34,6 +35,8 @@ from longspan.overrides import Overrides
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
+from longspan.recurrent.build import Recurrent
+from longspan.recurrent.select import pick_rule
 from longspan.stream.compiled import Compiler
 from longspan.stream.layer import Streamed
 from longspan.stream.passage import Passage
@@ -44,8 +47,8 @@ from longspan.weights import sharded
 class Applied:
     """What `longspan.prepare` returns: shards batches, reports, and undoes what was done to the model.
 
-    All it changes are instance attributes of this model (the `forward` of the model, its head and its rotary
-    embeddings) and the name of its attention implementation; other models in the process are untouched.
+    All it changes are instance attributes of this model (the `forward` of the model, its head, its rotary embeddings
+    and its recurrent mixers) and the name of its attention implementation; other models in the process are untouched.
     """
 
     def __init__(
@@ -62,7 +65,8 @@ class Applied:
     ) -> None:
         self.parts = parts
         self.model: PreTrainedModel = parts.model
-        self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, self._with_states(memory)
+        self.mesh, self.plan, self.memory = mesh, plan, self._with_states(memory)
+        self.attend, self.recurrent = attend, Recurrent(pick_rule(plan.kernel, parts.device)[0])
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
         self.logit_options = LossOptions()  # what the model makes of its head's output
@@ -81,7 +85,8 @@ class Applied:
         use_attention(parts.trunk, NAME)
         self.routers = Routers.of(parts)
         self.routers.install()
-        self._replace([(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries])
+        mixers = mixer_forwards(parts.layers)
+        self._replace([(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries, *mixers])
         self.vision = None if parts.sight is None else Vision(parts.sight, self)
         for module, values in () if self.vision is None else self.vision.stand_ins():
             self._replaced.set(module, **values)
@@ -98,7 +103,7 @@ class Applied:
     def _stream(self) -> None:
         parts = self.parts
         self._replace(
-            (layer, Streamed(layer, i, f"{parts.layers_name}.{i} ({type(layer).__name__})", CONTEXT))
+            (layer, Streamed(layer, i, f"{parts.layers_name}.{i} ({type(layer).__name__})", CONTEXT, net_of(layer)))
             for i, layer in enumerate(parts.layers)
         )
         for layer in parts.layers:

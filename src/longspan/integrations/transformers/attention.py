@@ -50,7 +50,7 @@ def attention(
         )
     if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
         raise ModelError(f"{request.layer} is not causal; longspan supports causal attention only.")
-    return call.attention(request), None
+    return call.mix(request), None
 
 
 def register() -> None:

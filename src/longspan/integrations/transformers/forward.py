@@ -21,6 +21,7 @@ from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_token
 from longspan.kernels.fit import FitKernel
 from longspan.loss import Head, tiled_loss, token_logps, token_scores
 from longspan.mesh import Mesh
+from longspan.recurrent.call import Recurrence
 from longspan.stream.quantized import whole_weights
 from longspan.stream.routing import Balance
 from longspan.stream.segment import Segment
@@ -34,7 +35,7 @@ Output = Literal["loss", "logps", "logps_and_entropy", "scores"]
 
 
 class ForwardCall:
-    """What one forward pass carries: to the attention of its layers, and to the head and the rotary embeddings.
+    """What one forward pass carries: to the mixers of its layers, and to the head and the rotary embeddings.
 
     Not a dataclass on purpose: FSDP2 rebuilds dataclasses among the arguments of every layer, and a layer must meet
     this very object, with what earlier layers have left in it.
@@ -49,7 +50,7 @@ class ForwardCall:
     def __init__(
         self, applied: Applied, shard: Shard, names: frozenset[str], shift_labels: Tensor | None, output: Output
     ) -> None:
-        self.shard, self.attend = shard, applied.attend
+        self.shard, self.attend, self.recurrent = shard, applied.attend, applied.recurrent
         self.memory = applied.memory_of(shard)
         self.compiler = None if self.memory.compile is None else applied.compiler
         self.names, self.shift_labels, self.output = names, shift_labels, output
@@ -73,11 +74,16 @@ class ForwardCall:
         calls = _FIT_CALLS if layer == self.last else 0
         return Attend(self.attend.mesh, FitKernel(self.attend.kernel, calls))
 
-    def attention(self, request: Request) -> Tensor:
-        """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
+    def mix(self, request: Request | Recurrence) -> Tensor:
+        """Mix over the whole sequence; operands of this rank's tokens -> [B, s, H, Dv]."""
+        expected = (self.shard.rows, self.shard.layout.shard_tokens)
+        if isinstance(request, Recurrence):
+            net, tokens = request.net, request.tokens
+            if tokens.shape[:2] != expected:
+                raise ModelError(f"A recurrent mixer was given {list(tokens.shape[:2])} tokens, not {list(expected)}.")
+            return self.recurrent(request, self.shard.share(net.heads, net.width - 1, tokens.device))
         request.refuse_unknown(self.names)
         q, k, v = request.operands()
-        expected = (self.shard.rows, self.shard.layout.shard_tokens)
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.shape[:2] != expected:
                 raise ModelError(

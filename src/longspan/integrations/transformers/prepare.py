@@ -28,6 +28,7 @@ from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
+from longspan.recurrent.select import divided, pick_rule
 from longspan.stream.quantized import mixes_tokens
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -101,11 +102,20 @@ def _decide(
 ) -> tuple[Probed, Degrees, Kernel, Plan]:
     """Probe the model, and choose what serves every layer."""
     probed, device = _probe(parts), parts.device
-    degrees = _degrees(probed.shapes, size, ulysses, ring, _node_size(device))
-    chosen, notes = _kernel(kernel, probed.shapes, device)
-    reasons = (degrees.reason, *notes)
+    shapes = probed.shapes
+    degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
+    chosen, notes = _kernel(kernel, shapes, device)
+    reasons = (degrees.reason, *notes, *_recurrent_notes(shapes, size, chosen.name, device))
     plan = Plan(size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", reasons)
     return probed, degrees, chosen, plan
+
+
+def _recurrent_notes(shapes: list[Shape], size: int, kernel: str, device: torch.device) -> list[str]:
+    """Say how recurrent layers are divided, and what computes them."""
+    heads = sorted({shape.kv_heads for shape in shapes if shape.recurrent})
+    if not heads:
+        return []
+    return [*(divided(count, size) for count in heads), pick_rule(kernel, device)[1]]
 
 
 def _with_notes(plan: Plan, *notes: str | None) -> Plan:
@@ -169,7 +179,7 @@ def _probe(parts: Parts) -> Probed:
 
 def _degrees(shapes: list[Shape], size: int, ulysses: int | None, ring: int | None, node_size: int | None) -> Degrees:
     """Choose degrees that serve every layer: layers may differ in their heads."""
-    kinds = sorted({(shape.heads, shape.kv_heads) for shape in shapes})
+    kinds = sorted({(shape.heads, shape.kv_heads) for shape in shapes if not shape.recurrent}) or [(size, size)]
     found = [choose_degrees(h, k, size, node_size, ulysses=ulysses, ring=ring) for h, k in kinds]
     if ulysses is None and ring is None and len({d.ulysses for d in found}) > 1:
         common = min(d.ulysses for d in found)
@@ -186,7 +196,8 @@ def _node_size(device: torch.device) -> int | None:
 
 def _kernel(name: str, shapes: list[Shape], device: torch.device) -> tuple[Kernel, tuple[str, ...]]:
     """Pick a kernel that serves every layer."""
-    kinds = {(shape.head_dim, shape.v_head_dim, shape.dtype) for shape in shapes}
+    attention = [shape for shape in shapes if not shape.recurrent] or shapes
+    kinds = {(shape.head_dim, shape.v_head_dim, shape.dtype) for shape in attention}
     packed = name in ("auto", "sdpa")
     notes: tuple[str, ...] = ()
     picked: dict[str, Kernel] = {}

@@ -40,7 +40,7 @@ class Rotary:
         shown = torch.cat([position_ids, torch.full_like(position_ids[..., :1], largest)], dim=-1)
         cos, sin = self.original(x, shown, *args, **kwargs)
         if largest < EXACT_FLOAT32_POSITIONS:
-            return cos[:, :-1], sin[:, :-1]
+            return cos[..., :-1, :], sin[..., :-1, :]
         kind = f"{kwargs.get('layer_type', args[0] if args else None)}_"
         kind = kind if kind in self.plain else ""
         if not self.plain.get(kind):
