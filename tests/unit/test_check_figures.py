@@ -125,7 +125,7 @@ def test_samples_cover_their_rows(tokens: int, packed_only: bool) -> None:
         assert bool((labels[~real] == IGNORED).all())
         assert 0 < sample.targets < ids.numel()
         for document in sample.probed():
-            batch, at = sample.changed(document, 384)
+            batch, at = sample.changed(document)
             assert (batch["input_ids"] != ids).nonzero().tolist() == [[document.row, at]]
             assert document.start <= at < document.stop
 
