@@ -42,6 +42,7 @@ from longspan.integrations.random_weights import (
     parameter_count,
     plain_attention,
     random_model,
+    reach_tokens,
 )
 from longspan.plan.plan import Plan
 
@@ -61,12 +62,13 @@ class Bench:
     baselines: list[Errors]
     precision: Precision
     experts: bool
+    reach: int | None
 
     def only(self, names: Sequence[str]) -> Bench:
         """Return the same with some of the samples; with all if none is named."""
         at = [i for i, sample in enumerate(self.samples) if not names or sample.name in names]
         chosen = [[each[i] for i in at if i < len(each)] for each in (self.samples, self.truths, self.baselines)]
-        return Bench(self.model, chosen[0], chosen[1], chosen[2], self.precision, self.experts)  # type: ignore[arg-type]
+        return replace(self, samples=chosen[0], truths=chosen[1], baselines=chosen[2])
 
 
 def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str, Any] | None:
@@ -207,7 +209,7 @@ def make_bench(config: Any, made: list[Sample], precision: Precision, device: to
             for sample, truth in zip(made, truths, strict=True):
                 rounded = truth_of(plain, sample, shows_length, exact=False)
                 baselines.append(baseline(rounded, truth, precision.negligible))
-    return Bench(model, made, truths, baselines, precision, has_experts(config))
+    return Bench(model, made, truths, baselines, precision, has_experts(config), reach_tokens(config))
 
 
 def under(bench: Bench, settings: Settings, ulysses: int | None, ring: int | None) -> tuple[Plan, list[Case]]:
@@ -276,7 +278,7 @@ def _moved(ready: Trial, sample: Sample, bench: Bench) -> tuple[int, float]:
         tolerance = bench.precision.leak * float(before.abs().max()) if bench.experts else 0.0
         for document in sample.probed():
             batch, at = sample.changed(document)
-            found = moves(before, _logits(ready, batch), document, at, tolerance)
+            found = moves(before, _logits(ready, batch), document, at, tolerance, bench.reach)
             leaked += found.leaked
             followed = min(followed, found.followed)
     return leaked, followed

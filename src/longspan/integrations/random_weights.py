@@ -148,6 +148,15 @@ def chooses_rope_by_length(config: PretrainedConfig) -> bool:
     return any(table.get("rope_type") in ("dynamic", "longrope") for table in tables)
 
 
+def reach_tokens(config: PretrainedConfig) -> int | None:
+    """Return how many tokens after one depend on it, if all layers attend within windows; None for all tokens."""
+    text: Any = config.get_text_config()
+    kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+    if not window or not getattr(text, "use_sliding_window", True) or (kinds and set(kinds) != {"sliding_attention"}):
+        return None
+    return text.num_hidden_layers * (window - 1)
+
+
 def has_experts(config: PretrainedConfig) -> bool:
     """Tell whether the model routes tokens to experts."""
     text = config.get_text_config()
