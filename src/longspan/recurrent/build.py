@@ -15,7 +15,7 @@ from longspan.kernels.protocol import wide
 from longspan.layout import Layout
 from longspan.mask import Mask
 from longspan.mesh import Axis
-from longspan.recurrent.call import Recurrence
+from longspan.recurrent.call import DeltaNet, Recurrence
 from longspan.recurrent.conv import causal_conv
 from longspan.recurrent.rule import Operands, Rule
 from longspan.recurrent.stretch import Stretch
@@ -51,7 +51,8 @@ class Recurrent:
     what a stretch makes of any state is an affine map of it, so all work at once, exchange their maps, and each folds
     those before it into the state that it begins with.
 
-    Source: head exchange as in DeepSpeed-Ulysses (2023); maps of states as in flash-linear-attention's context parallel.
+    Source: head exchange as in DeepSpeed-Ulysses (2023); maps of states as in flash-linear-attention's context
+    parallelism, divided over heads besides.
     """
 
     rule: Rule
@@ -142,8 +143,10 @@ def _operands(net: DeltaNet, tokens: Tensor, weights: Sequence[Tensor], stretch:
     """Convolve the channels, and make decay and beta of the other features."""
     conv, a_log, dt_bias = weights
     mixed = causal_conv(tokens[..., : net.channels].flatten(2), conv.flatten(0, 1), stretch.numbers, stretch.halo)
-    q, k, v = net.activation(mixed).unflatten(2, (-1, net.channels)).split(
-        [net.head_dim, net.head_dim, net.share * net.v_head_dim], -1
+    q, k, v = (
+        net.activation(mixed)
+        .unflatten(2, (-1, net.channels))
+        .split([net.head_dim, net.head_dim, net.share * net.v_head_dim], -1)
     )
     beta, a = tokens[:, stretch.halo :, :, net.channels :].to(wide(tokens.dtype)).split(net.share, -1)
     g = -a_log.to(a.dtype).exp() * F.softplus(a + dt_bias.to(a.dtype))

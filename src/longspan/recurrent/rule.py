@@ -183,8 +183,6 @@ def _normalised(t: Tensor) -> Tensor:
     return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
 
 
-
-
 def _cut(t: Tensor) -> Tensor:
     """Cut [B, V, T, ...] into chunks, the last one filled up with tokens that change nothing."""
     missing = -t.shape[2] % _CHUNK_TOKENS

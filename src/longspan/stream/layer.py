@@ -129,7 +129,8 @@ class Streamed:
             return False
         if call.memory.of(self.index) is Keep.GRAPH and (
             self.net is not None
-            or call.shard.layout.shard_tokens != call.memory.tile_tokens or any(map(quantised, self.layer.modules()))
+            or call.shard.layout.shard_tokens != call.memory.tile_tokens
+            or any(map(quantised, self.layer.modules()))
         ):
             return False
         return not (

@@ -285,9 +285,7 @@ class CompiledTile(TileBackward):
 
     def before(self, douts: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> None:
         """Differentiate the half before the mixer."""
-        dx, parameters = self.run.differentiate_before(
-            self.index, self._x, [*douts, *shared], self.gradients.need_x
-        )
+        dx, parameters = self.run.differentiate_before(self.index, self._x, [*douts, *shared], self.gradients.need_x)
         self.gradients.put(self.at, dx, parameters)
 
     @property
