@@ -153,7 +153,7 @@ class Rows:
     documents: Sequence[Sequence[int]]
     untargeted: Sequence[int] = ()
     seed: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def batch(self) -> Batch:
         """Return the full batch: about one label in eight is ignored."""

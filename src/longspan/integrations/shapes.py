@@ -66,7 +66,7 @@ def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> Mod
         raise ModelError(f"{name} cannot be planned: it has no head, embedding or list of decoder layers.")
     seen = operands or [None] * len(lists[0])
     layers = tuple(
-        _layer(layer, config, operand or _operands(config), _window(config, i))
+        _layer(layer, config, operand or _operands(config, i), _window(config, i))
         for i, (layer, operand) in enumerate(zip(lists[0], seen, strict=True))
     )
     inside = {id(p) for p in lists[0].parameters()}
@@ -93,9 +93,14 @@ class _Heads:
     kv_heads: int
     head_dim: int
     v_head_dim: int
+    recurrent: bool = False
 
 
-def _operands(config: Any) -> Operands:
+def _operands(config: Any, index: int) -> Operands:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[index] == "linear_attention" and hasattr(config, "linear_num_value_heads"):
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        return _Heads(values, keys, config.linear_key_head_dim, config.linear_value_head_dim, recurrent=True)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     value = getattr(config, "v_head_dim", None) or width
@@ -141,6 +146,7 @@ def _layer(layer: nn.Module, config: Any, operands: Operands, window: int | None
         window=window,
         packed=packed,
         packed_bytes=packed_bytes,
+        recurrent=operands.recurrent,
     )
 
 

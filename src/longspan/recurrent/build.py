@@ -15,7 +15,7 @@ from longspan.kernels.protocol import wide
 from longspan.layout import Layout
 from longspan.mask import Mask
 from longspan.mesh import Axis
-from longspan.recurrent.call import Recurrence
+from longspan.recurrent.call import DeltaNet, Recurrence
 from longspan.recurrent.conv import causal_conv
 from longspan.recurrent.rule import Operands, Rule
 from longspan.recurrent.stretch import Stretch
@@ -51,7 +51,8 @@ class Recurrent:
     what a stretch makes of any state is an affine map of it, so all work at once, exchange their maps, and each folds
     those before it into the state that it begins with.
 
-    Source: head exchange as in DeepSpeed-Ulysses (2023); maps of states as in flash-linear-attention's context parallel.
+    Source: head exchange as in DeepSpeed-Ulysses (2023); maps of states as in flash-linear-attention's context
+    parallelism, divided over heads besides.
     """
 
     rule: Rule

@@ -36,7 +36,7 @@ class Recurrence:
     """One call of a gated delta net, with all that belongs to a key head side by side, before the convolution.
 
     Args:
-        tokens: [B, S, K, channels + 2 share]: channels, then what beta and what the decay of each value head is made of.
+        tokens: [B, S, K, channels + 2 share]: channels, then what beta and the decay of each value head are made of.
         weights: of the convolution [K, channels, W]; A_log and dt_bias [K, share].
     """
 

@@ -243,7 +243,8 @@ class Applied:
             self.stash.close()
             self.stash = Stash(self.parts.device, budget)
         self.stash.budget = budget  # the host memory that is reserved already stays
-        return Passage(self.stash, memory, self.operands, self.mesh.ulysses.size, shard.layout.ring > 1)
+        layout = shard.layout
+        return Passage(self.stash, memory, self.operands, layout.ulysses, layout.ring > 1, layout.size)
 
     def reduce_gradients(self) -> None:
         """Reduce all gradients over the world axis, for training without an engine that does it.

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-
 from transformers.activations import ACT2FN
 
 from longspan.attention.call import Call
@@ -104,8 +103,8 @@ def check_mixer(forward: MixerForward) -> None:
         found = forward(x, **{CONTEXT: _Alone()})
     if float((wanted - found).abs().max()) > close(wanted.dtype) * float(wanted.abs().max()):
         raise ModelError(
-            f"{forward.name} does not compute what the gated delta net of transformers 5.17 to 5.24 does; longspan does "
-            "not know this version of it."
+            f"{forward.name} does not compute what the gated delta net of transformers 5.17 to 5.24 does; longspan "
+            "does not know this version of it."
         )
 
 
@@ -134,7 +133,8 @@ class MixerForward:
         given = [key for key in ("cache", "cache_params", "attention_mask") if kwargs.get(key) is not None]
         if args or given:
             raise ModelError(
-                f"{self.name} was given {' and '.join(given) or 'arguments without names'}, which cannot be divided over ranks."
+                f"{self.name} was given {' and '.join(given) or 'arguments without names'}, which cannot be divided "
+                "over ranks."
             )
         module: Any = self.module
         q, k, v, z, b, a = _PROJECTIONS[type(module).__name__](module, hidden_states)
