@@ -146,7 +146,8 @@ def one_device(model: Any, albums: Sequence[Album]) -> tuple[float, dict[str, Te
             del document["mm_token_type_ids"]
         logits = plain(**document, use_cache=False).logits[0, :-1]
         loss = F.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum") / max(targets, 1)
-        loss.backward()
+        if loss.requires_grad:  # a text without images says nothing about a tower
+            loss.backward()
         total += float(loss.detach())
     return total, gradients(plain)
 

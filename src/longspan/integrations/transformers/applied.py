@@ -120,6 +120,12 @@ class Applied:
         """Decoder layers of the trunk."""
         return self.parts.layers
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Decoder layers, after those of a vision tower."""
+        sight = self.parts.sight
+        return [*(() if sight is None else cast(Any, sight.tower).blocks), *self.layers]
+
     def shard(
         self, batch: Mapping[str, Any], num_items: int | Tensor | None = None, token_fields: Sequence[str] = ()
     ) -> dict[str, Any]:
