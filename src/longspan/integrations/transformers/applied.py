@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Kind
 from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
@@ -56,7 +57,7 @@ class Applied:
         parts: Parts,
         mesh: Mesh,
         plan: Plan,
-        attend: Attend,
+        attends: Mapping[Kind, Attend],
         memory: Memory,
         *,
         logits: bool,
@@ -65,8 +66,8 @@ class Applied:
     ) -> None:
         self.parts = parts
         self.model: PreTrainedModel = parts.model
-        self.mesh, self.plan, self.memory = mesh, plan, self._with_states(memory)
-        self.attend, self.recurrent = attend, Recurrent(pick_rule(plan.kernel, parts.device)[0])
+        self.mesh, self.plan, self.attends, self.memory = mesh, plan, attends, self._with_states(memory)
+        self.recurrent = Recurrent(pick_rule(plan.kernel, parts.device)[0])
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
         self.logit_options = LossOptions()  # what the model makes of its head's output

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Kind
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
 from longspan.integrations.transformers.applied import Applied, own_config, use_attention
@@ -88,7 +91,8 @@ def prepare(
     plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    applied = Applied(parts, axes, plan, Attend(axes, chosen), ways, **options)
+    attends = {kind: Attend(axes, kernel) for kind, kernel in chosen.items()}
+    applied = Applied(parts, axes, plan, attends, ways, **options)
     applied.settings, applied.operands, applied.logit_options = settings, probed.shapes, probed.logits
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
@@ -99,14 +103,15 @@ def prepare(
 
 def _decide(
     parts: Parts, size: int, ulysses: int | None, ring: int | None, kernel: str
-) -> tuple[Probed, Degrees, Kernel, Plan]:
+) -> tuple[Probed, Degrees, dict[Kind, Kernel], Plan]:
     """Probe the model, and choose what serves every layer."""
     probed, device = _probe(parts), parts.device
     shapes = probed.shapes
     degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
-    chosen, notes = _kernel(kernel, shapes, device)
-    reasons = (degrees.reason, *notes, *_recurrent_notes(shapes, size, chosen.name, device))
-    plan = Plan(size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", reasons)
+    chosen, notes = _kernels(kernel, shapes, device)
+    names = "+".join(dict.fromkeys(kernel.name for kernel in chosen.values()))
+    reasons = (degrees.reason, *notes, *_recurrent_notes(shapes, size, names, device))
+    plan = Plan(size, degrees.ulysses, degrees.ring, names, "tiled cross-entropy", reasons)
     return probed, degrees, chosen, plan
 
 
@@ -194,18 +199,40 @@ def _node_size(device: torch.device) -> int | None:
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
-def _kernel(name: str, shapes: list[Shape], device: torch.device) -> tuple[Kernel, tuple[str, ...]]:
-    """Pick a kernel that serves every layer."""
-    attention = [shape for shape in shapes if not shape.recurrent] or shapes
-    kinds = {(shape.head_dim, shape.v_head_dim, shape.dtype) for shape in attention}
-    packed = name in ("auto", "sdpa")
-    notes: tuple[str, ...] = ()
-    picked: dict[str, Kernel] = {}
-    for head_dim, v_head_dim, dtype in kinds:
+def _kernels(name: str, shapes: list[Shape], device: torch.device) -> tuple[dict[Kind, Kernel], tuple[str, ...]]:
+    """Pick a kernel for each kind of layer.
+
+    Raises:
+        KernelError: none, or not the one named, serves a kind; says which layers these are.
+    """
+    packed, notes = name in ("auto", "sdpa"), []
+    picked: dict[Kind, Kernel] = {}
+    attending = [i for i, shape in enumerate(shapes) if not shape.recurrent] or range(len(shapes))
+    for kind in dict.fromkeys(shapes[i].kind for i in attending):
+        layers = [i for i in attending if shapes[i].kind == kind]
+        dtype = shapes[layers[0]].dtype
         if device.type == "cuda" and dtype == torch.float32 and name != "reference":
-            dtype, notes = torch.bfloat16, ("fp32 weights: attention expects bf16 from autocast or FSDP2",)
-        kernel = pick(name, Request(device, dtype, head_dim, v_head_dim, varlen=packed))
-        picked[kernel.name] = kernel
-    if len(picked) > 1:
-        raise KernelError(f"The layers need different kernels ({', '.join(sorted(picked))}); name one that serves all.")
-    return next(iter(picked.values())), notes
+            dtype, notes = torch.bfloat16, ["fp32 weights: attention expects bf16 from autocast or FSDP2"]
+        demands = {"varlen": packed, "window": kind.window, "softcap": kind.softcap}
+        try:
+            picked[kind] = pick(name, Request(device, dtype, kind.head_dim, kind.v_head_dim, **demands))
+        except KernelError as error:
+            where = "" if len(layers) == len(shapes) else f"Layers {', '.join(map(str, layers))}: "
+            raise KernelError(f"{where}{error}") from None
+    return picked, (*_told(shapes, picked), *notes)
+
+
+def _told(shapes: list[Shape], picked: dict[Kind, Kernel]) -> Iterator[str]:
+    """Say what layers ask for besides causal attention, and which kernel serves whom if there are several."""
+    names = {kernel.name for kernel in picked.values()}
+    asked: dict[tuple[Any, ...], int] = Counter(
+        (shape.window, shape.score.softcap, shape.sinks, picked[shape.kind].name)
+        for shape in shapes
+        if not shape.recurrent
+    )
+    for (window, softcap, sinks, kernel), count in asked.items():
+        words = [f"a window of {window} tokens"] * (window is not None) + [f"softcap {softcap}"] * (softcap is not None)
+        words += ["attention sinks"] * sinks
+        if words or len(names) > 1:
+            by = f" by kernel {kernel}" if len(names) > 1 else ""
+            yield f"{count} of {len(shapes)} layers {'with ' + ', '.join(words) if words else 'see everything'}{by}"

@@ -11,13 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from longspan.attention.call import Request
+from longspan.attention.call import Kind, Request
 from longspan.batch import CONTEXT
 from longspan.errors import LongspanError, ModelError
 from longspan.integrations.transformers.logits import logit_options, trial_logits
 from longspan.integrations.transformers.mixers import check_mixer, close, mixer_forwards
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.routers import ROUTER_LOGITS
+from longspan.kernels.protocol import Score
 from longspan.loss import LossOptions
 from longspan.overrides import Overrides
 from longspan.recurrent.call import Recurrence
@@ -29,14 +30,22 @@ _PART = 2  # where the tokens start that are also run by themselves
 
 @dataclass(frozen=True)
 class Shape:
-    """Operands of a layer's attention call, or of its recurrent mixer."""
+    """Operands of a layer's attention call, or of its recurrent mixer, and what else it asks for."""
 
     heads: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    score: Score
+    window: int | None = None
+    sinks: bool = False
     recurrent: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """What its kernel is picked by."""
+        return Kind(self.head_dim, self.v_head_dim, self.window is not None, self.score.softcap is not None)
 
 
 @dataclass(frozen=True)
@@ -222,9 +231,10 @@ def _shape(request: Request | Recurrence) -> Shape:
     if isinstance(request, Recurrence):
         net = request.net
         heads = net.heads * net.share
-        return Shape(heads, net.heads, net.head_dim, net.v_head_dim, request.tokens.dtype, recurrent=True)
+        return Shape(heads, net.heads, net.head_dim, net.v_head_dim, request.tokens.dtype, Score(1.0), recurrent=True)
     q, k, v = request.q, request.k, request.v
-    return Shape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype)
+    sizes = (q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype)
+    return Shape(*sizes, request.score, request.window, request.sinks is not None)
 
 
 def _moved(a: Tensor, b: Tensor, tolerance: float) -> set[int]:
