@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 import longspan
 from longspan.errors import BatchError, ConfigError, KernelError, ModelError, TopologyError
@@ -81,6 +82,26 @@ def gemma3n() -> Any:
     return made
 
 
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def qwen3_next(kind: type) -> Any:
+    """Build a model whose first mixer is of another class."""
+    made = model(hf.Qwen3NextConfig(**SIZES, **LINEAR, num_experts=0))
+    made.model.layers[0].linear_attn.__class__ = kind
+    return made
+
+
+def doubled(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return 2 * Qwen3NextGatedDeltaNet.forward(self, hidden_states, **kwargs)
+
+
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "sliding-window": (
         lambda: model(hf.MistralConfig(**SIZES, sliding_window=4)),
@@ -139,22 +160,21 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: model(hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)),
         r"layers.0 \(MambaBlock\) never calls the attention interface",
     ),
-    "linear-attention": (
-        lambda: model(
-            hf.Qwen3NextConfig(
-                **SIZES,
-                num_experts=2,
-                num_experts_per_tok=1,
-                moe_intermediate_size=8,
-                shared_expert_intermediate_size=8,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                linear_key_head_dim=4,
-                linear_value_head_dim=4,
-                layer_types=["linear_attention", "full_attention"],
-            )
-        ),
+    "unknown-delta-net": (
+        lambda: model(hf.OlmoHybridConfig(**SIZES, **LINEAR)),
+        r"model.layers.0 \(OlmoHybridLinearAttentionDecoderLayer\) never calls the attention interface",
+    ),
+    "own-delta-net": (
+        lambda: qwen3_next(type("Own", (Qwen3NextGatedDeltaNet,), {})),
         r"model.layers.0 \(Qwen3NextDecoderLayer\) never calls the attention interface",
+    ),
+    "changed-delta-net": (
+        lambda: qwen3_next(type("Qwen3NextGatedDeltaNet", (Qwen3NextGatedDeltaNet,), {"forward": doubled})),
+        "Qwen3NextGatedDeltaNet of layer 0 does not compute what the gated delta net of transformers",
+    ),
+    "delta-net-that-fails": (
+        lambda: qwen3_next(type("Qwen3NextGatedDeltaNet", (Qwen3NextGatedDeltaNet,), {"forward": None})),
+        "Qwen3NextGatedDeltaNet of layer 0 cannot be run by itself",
     ),
     "two-calls": (
         lambda: model(hf.DiffLlamaConfig(**SIZES)),
