@@ -43,13 +43,24 @@ FAMILIES = (
     Family("Llama", "tiny-llama"),
     Family("Qwen2", "tiny-qwen2"),
     Family("Qwen3", "tiny-qwen3"),
-    Family("Phi-3", "tiny-phi3"),
-    Family("Granite", "tiny-granite"),
-    Family("Qwen3-MoE", "tiny-moe", BALANCED),
-    Family("Mixtral", "tiny-mixtral", BALANCED),
-    Family("OLMoE", "tiny-olmoe", BALANCED),
-    Family("DeepSeek-V3", "tiny-deepseek-v3"),
+    Family("Mistral, windows", "tiny-mistral"),
+    Family("Phi-3, LongRoPE", "tiny-phi3"),
+    Family("Gemma 2, windows and softcaps", "tiny-gemma2"),
+    Family("Gemma 3, five windows to one", "tiny-gemma3"),
+    Family("Gemma 4, two head sizes and experts", "tiny-gemma4"),
+    Family("Granite, scaled logits", "tiny-granite"),
+    Family("Cohere 2, windows and scaled logits", "tiny-cohere2"),
+    Family("GPT-OSS, sinks, windows, auxiliary loss", "tiny-gpt-oss", BALANCED),
+    Family("Qwen3-MoE, auxiliary loss", "tiny-moe", BALANCED),
+    Family("Mixtral, auxiliary loss", "tiny-mixtral", BALANCED),
+    Family("OLMoE, auxiliary loss", "tiny-olmoe", BALANCED),
+    Family("DeepSeek-V3, latent attention", "tiny-deepseek-v3"),
+    Family("Qwen3-Next, gated delta nets, auxiliary loss", "tiny-qwen3-next", BALANCED),
+    Family("Qwen3.5, gated delta nets", "tiny-qwen3.5"),
+    Family("Qwen2.5-VL, images", "tiny-qwen2.5-vl"),
+    Family("Qwen3-VL, images", "tiny-qwen3-vl"),
 )
+"""Every one is exact in every column; a refusal would be listed with its reason."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,22 @@ REFUSED: dict[str, Refused] = {
             laurel_rank=4,
             activation_sparsity_pattern=[0.0] * 4,
         ),
-        "model.layers.0 (Gemma3nTextDecoderLayer) is not called with hidden states [B, S, d] as its first argument",
+        "model.layers.2 (Gemma3nTextDecoderLayer) and all layers after it reuse the keys and values of earlier layers",
+    ),
+    "Gemma 4 with shared keys (E2B, E4B)": Refused(
+        lambda: hf.Gemma4TextConfig(**_SIZES | _SHARED, global_head_dim=16),
+        "model.layers.2 (Gemma4TextDecoderLayer) and all layers after it reuse the keys and values of earlier layers",
+    ),
+    "Llama 4": Refused(
+        lambda: hf.Llama4TextConfig(
+            **_SIZES,
+            head_dim=8,
+            num_local_experts=2,
+            attention_chunk_size=8,
+            intermediate_size_mlp=48,
+            interleave_moe_layer_step=2,
+        ),
+        "Llama4TextAttention of layer 0 asks attention for chunks of 8 tokens that do not see each other",
     ),
     "LFM2": Refused(
         lambda: hf.Lfm2Config(**_SIZES, layer_types=["conv", "full_attention"]),

@@ -211,7 +211,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "tiny-gpt-oss": Preset(
             "gpt_oss",
-            {**_TINY, **_SIX_HEADS, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+            {
+                **_TINY,
+                **_SIX_HEADS,
+                "intermediate_size": 72,
+                "sliding_window": 24,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+            },
         ),
         "tiny-moe": Preset("qwen3_moe", {**_TINY, **_TINY_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
         "tiny-mixtral": Preset("mixtral", {**_TINY, **_SIX_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),

@@ -17,8 +17,8 @@ _FACTORS = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multi
 _DIVISORS = ("logits_scaling",)
 """Fields that they are divided by (Granite)."""
 
-_SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap")
-"""Fields c that turn them into c * tanh(logits / c) (Gemma, xLSTM)."""
+_SOFTCAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+"""Fields c that turn them into c * tanh(logits / c) (Gemma, xLSTM, RecurrentGemma)."""
 
 _SPREAD = 3.0
 """Standard deviation of the logits that are tried, once scaled, in units of the softcap: it must bend them."""

@@ -161,6 +161,13 @@ def _check_model(parts: Parts) -> None:
                 f"{name} ({type(module).__name__}) uses {reason}: a part of a sequence, or a tile of it, would be "
                 "computed in other numbers than the whole. Use scales per row or block, or weights quantised alone."
             )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        first = len(parts.layers) - shared
+        raise ModelError(
+            f"{parts.layers_name}.{first} ({type(parts.layers[first]).__name__}) and all layers after it reuse the keys "
+            f"and values of earlier layers (num_kv_shared_layers={shared}); longspan supports layers with keys and "
+            "values of their own."
+        )
     for name in _ATTENTION_DROPOUTS:
         if dropout := getattr(config, name, None):
             raise ModelError(
