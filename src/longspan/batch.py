@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,11 @@ from longspan.errors import BatchError
 from longspan.layout import Layout, Piece
 from longspan.mask import Mask
 from longspan.mesh import Mesh
+from longspan.recurrent.build import Share
 from longspan.stream.prefix import Tiles
+
+if TYPE_CHECKING:
+    from longspan.images import Route
 
 IGNORE_INDEX = -100
 """Label of a token without a target, as in torch's cross-entropy."""
@@ -46,6 +50,7 @@ class Shard:
         tile_tokens: tokens per tile in which this rank's layers run; None when they run whole.
         passed: names of the fields that were handed through as they came.
         fingerprint: the same on ranks that were given the same batch.
+        route: how features of images reach this rank's tokens; None for models without images.
     """
 
     mesh: Mesh
@@ -59,6 +64,32 @@ class Shard:
     tile_tokens: int | None = None
     passed: tuple[str, ...] = ()
     fingerprint: int = 0
+    route: Route | None = None
+    views: dict[int, Shard | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def share(self, heads: int, halo: int, device: torch.device) -> Share:
+        """Return what this rank works on of recurrences with so many heads, worked out once for all layers.
+
+        Args:
+            halo: tokens before its own that their convolutions see.
+        """
+        key = (heads, halo, device)
+        if key not in self._shares:
+            self._shares[key] = Share.of(self.mask, self.rows, self.layout, self.mesh.sequence, heads, halo, device)
+        return self._shares[key]
+
+    @cached_property
+    def _shares(self) -> dict[tuple[int, int, torch.device], Share]:
+        return {}
+
+    def within(self, window: int | None) -> Shard:
+        """Return the part as layers see it whose tokens see so many tokens; worked out once for all of them."""
+        if window is None:
+            return self
+        if window not in self.views:
+            mask = self.mask.within(window)
+            self.views[window] = None if mask == self.mask else replace(self, mask=mask, views={})
+        return self.views[window] or self
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -84,6 +115,7 @@ def shard_batch(
     num_items: int | Tensor | None = None,
     token_fields: Sequence[str] = (),
     tile_tokens: int | None = None,
+    axes: bool = False,
 ) -> dict[str, Any]:
     """Cut a full batch into the part of this rank. Pure: no collective, the batch is left as it is.
 
@@ -94,6 +126,8 @@ def shard_batch(
         num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches.
         token_fields: names of further tensors [B, S, ...] that are to be cut like the tokens.
         tile_tokens: tokens per tile in which layers run; under Ulysses alone, tiles are interleaved over the ranks.
+        axes: whether the model goes by positions along time, height and width: position_ids may then be [3, B, S], or
+            [4, B, S] with those of text in front.
 
     Returns:
         input_ids or inputs_embeds, position_ids and shift_labels of this rank, `use_cache=False`, and a `Shard` under
@@ -104,6 +138,8 @@ def shard_batch(
     """
     tokens = _tokens(batch)
     rows, length = tokens.shape[:2]
+    if not axes:
+        _refuse_axes(batch.get("position_ids"))
     documents = Documents.find(batch, rows, length)
     layout = _layout(length, mesh, tile_tokens)
     part: dict[str, Any] = {}
@@ -202,6 +238,14 @@ def _check_token_fields(batch: Mapping[str, Any], token_fields: Sequence[str]) -
             raise BatchError(f"token_fields names '{name}', which the batch does not have; it has {sorted(batch)}.")
         if name in (*_LABEL_FIELDS, *DOCUMENT_FIELDS, "use_cache"):
             raise BatchError(f"token_fields names '{name}', which is cut without being named; leave it out.")
+
+
+def _refuse_axes(positions: Any) -> None:
+    if isinstance(positions, Tensor) and positions.dim() > 2:
+        raise BatchError(
+            f"position_ids must be [B, S], [1, S] or [S] for this model, which has no axes of images, "
+            f"got {list(positions.shape)}."
+        )
 
 
 def _aligned(name: str, value: Any, rows: int, length: int) -> Tensor:

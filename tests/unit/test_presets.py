@@ -26,8 +26,6 @@ REFUSED = {
     "tiny-gemma2": r"Gemma2Attention of layer 0 asks attention for .*(window|sliding).*24",
     "tiny-gemma3": r"Gemma3Attention of layer 0 asks attention for .*(window|sliding).*24",
     "tiny-gpt-oss": r"GptOssAttention of layer 0 asks attention for .*(window|sliding).*24",
-    "tiny-qwen3-next": r"model\.layers\.0 \(Qwen3NextDecoderLayer\) never calls the attention interface",
-    "tiny-qwen3.5": r"model\.layers\.0 \(Qwen3_5DecoderLayer\) never calls the attention interface",
     "tiny-qwen2.5-vl": r"has vision_config besides its text model",
     "tiny-qwen3-vl": r"has vision_config besides its text model",
 }
@@ -60,8 +58,10 @@ def state(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def test_every_promised_preset_exists() -> None:
-    families = "llama qwen2 qwen3 mistral phi3 gemma2 gemma3 gpt-oss moe mixtral deepseek-v3 qwen3-next qwen3.5"
-    assert set(TINY) == {f"tiny-{name}" for name in [*families.split(), "qwen2.5-vl", "qwen3-vl"]}
+    promised = "llama qwen2 qwen3 mistral phi3 gemma2 gemma3 gpt-oss moe mixtral deepseek-v3 qwen3-next qwen3.5"
+    further = "gemma4 olmoe granite cohere2"
+    families = [*promised.split(), "qwen2.5-vl", "qwen3-vl", *further.split()]
+    assert set(TINY) == {f"tiny-{name}" for name in families}
     assert set(PRESETS) - set(TINY) == set(BILLIONS)
 
 
@@ -106,10 +106,11 @@ def test_presets_differ_in_what_matters() -> None:
     assert heads(preset_config("tiny-llama")) == (4, 2, 16)
     assert heads(preset_config("tiny-qwen2"))[:2] == (6, 3)
     assert heads(preset_config("tiny-qwen3"))[2] * 6 != preset_config("tiny-qwen3").hidden_size
-    assert preset_config("tiny-mistral").sliding_window is None
+    assert preset_config("tiny-mistral").sliding_window == 24
     assert not preset_config("tiny-moe").output_router_logits
     assert [name for name in PRESETS if chooses_rope_by_length(preset_config(name))] == ["tiny-phi3"]
-    moe = {"tiny-gpt-oss", "tiny-moe", "tiny-mixtral", "tiny-deepseek-v3", "tiny-qwen3-next"}
+    moe = {"tiny-gpt-oss", "tiny-moe", "tiny-mixtral", "tiny-deepseek-v3", "tiny-qwen3-next", "tiny-olmoe"}
+    moe.add("tiny-gemma4")
     assert {name for name in TINY if has_experts(preset_config(name))} == moe
 
 

@@ -31,6 +31,11 @@ class Prepared(Protocol):
         """The decoder layers of the trunk."""
         ...
 
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """What runs one after the other and may be gathered one at a time: the layers, and those of a vision tower."""
+        ...
+
     def reduce_gradients(self) -> None:
         """Reduce the gradients of every parameter over `mesh.world`."""
         ...

@@ -80,6 +80,6 @@ def task_for(shape: ModelShape, cluster: Cluster, engine: str, optimizer: str) -
         optimizers = (OPTIMIZERS["adamw"], OPTIMIZERS["adamw-host"])
     else:
         optimizers = (find_optimizer(optimizer),)
-    heads = {(layer.heads, layer.kv_heads) for layer in shape.layers}
+    heads = {(layer.heads, layer.kv_heads) for layer in shape.layers if not layer.recurrent} or {(cluster.gpus, 1)}
     degrees = min((choose_degrees(h, k, cluster.gpus, cluster.node_gpus) for h, k in heads), key=lambda d: d.ulysses)
     return Task(shape, cluster, degrees, engine, optimizers, streams_norm=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from longspan.plan import kept
 from longspan.plan.keep import Keep
-from longspan.plan.kept import LayerSize
+from longspan.plan.kept import LayerSize, recurrent_features
 from longspan.plan.machine import GIB
 from longspan.plan.setup import Setup
 from longspan.plan.shapes import LayerShape
@@ -56,6 +56,7 @@ def kept_bytes(keep: Keep, setup: Setup, layer: LayerShape) -> int:
         ulysses=setup.ulysses,
         whole=setup.ring > 1,
         products=setup.shape.hidden + 2 * layer.intermediate,
+        ranks=setup.ulysses * setup.ring,
     )
     return kept.kept_bytes(keep, size)
 
@@ -221,7 +222,9 @@ class Ledger:
         causes["tile"] = self._tile(layer, backward=False)
         if layer.packed:
             causes["unpacked weights"] = layer.packed * setup.itemsize
-        if setup.ring > 1:
+        if layer.recurrent:
+            causes["recurrence"] = self._recurrence(layer, backward=False)
+        elif setup.ring > 1:
             causes["ring"] = self._ring(layer, backward=False)
         if self.staged:  # it leaves when the layer is done
             causes["attention output"] = float(kept_bytes(Keep.OUT, setup, layer))
@@ -259,7 +262,9 @@ class Ledger:
         causes["tile"] = self._tile(layer, backward=True)
         if layer.packed:
             causes["unpacked weights"] = layer.packed * setup.itemsize
-        if setup.ring > 1:
+        if layer.recurrent:
+            causes["recurrence"] = self._recurrence(layer, backward=True)
+        elif setup.ring > 1:
             causes["ring"] = self._ring(layer, backward=True)
         else:
             causes["keys and values"] = self._prefix(layer)
@@ -295,6 +300,14 @@ class Ledger:
         around = c * (2 * q + 2 * out) + kv * (3 * c + 12)
         home = c * (4 * q + 2 * out) + kv * (3 * c + 4)
         return 4 * q + max(around, home)
+
+    def _recurrence(self, layer: LayerShape, backward: bool) -> float:
+        """Operands of a recurrence over a stretch, as exchanged, convolved and activated; in backward what its kernels
+        keep besides (values and keys once more, a state per chunk) and all their gradients. Reckoned, not measured."""
+        setup = self.setup
+        numbers = setup.local * layer.kv_heads * recurrent_features(layer) * setup.itemsize
+        states = setup.local / 64 * layer.heads * layer.head_dim * layer.v_head_dim * setup.itemsize
+        return 14 * numbers + 2 * states if backward else 7 * numbers + states
 
     def _tile(self, layer: LayerShape, backward: bool) -> float:
         """What a tile's computation holds."""

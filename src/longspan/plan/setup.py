@@ -165,7 +165,9 @@ class Setup:
         return -(-self.local // self.tile)
 
     def kv_heads(self, layer: LayerShape) -> int:
-        """Return the KV heads that the busiest rank works on."""
+        """Return the KV heads that the busiest rank works on; of a recurrence its share of tokens times key heads."""
+        if layer.recurrent:
+            return -(-layer.kv_heads // self.ulysses)
         return max(len(heads) for heads in HeadSplit(layer.heads, layer.kv_heads, self.ulysses).key)
 
     def query_heads(self, layer: LayerShape) -> int:

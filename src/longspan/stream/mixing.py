@@ -1,4 +1,4 @@
-"""The two ways in which the tiles of a layer attend to each other."""
+"""The tiles of a layer one after the other, each attending to those before it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.build import Attend
 from longspan.attention.call import Request
-from longspan.attention.ring import Ring
-from longspan.attention.schedule import Schedule
-from longspan.attention.ulysses import Ulysses
+from longspan.batch import Shard
 from longspan.comm.pending import Pending
 from longspan.plan.keep import Keep
 from longspan.plan.kept import Tier
+from longspan.stream.attending import AttendIn, Attending
 from longspan.stream.function import Mixing
-from longspan.stream.prefix import Prefix, Tiles
+from longspan.stream.prefix import Prefix
 from longspan.stream.run import Gradients, LayerRun, TileBackward
 from longspan.stream.settings import as_then
 from longspan.stream.stash import Stash
@@ -34,10 +32,9 @@ class PrefixMixing(Mixing):
     kept, and attention's forward if its output is not. Per tile two exchanges in forward and two or three in backward.
     """
 
-    def __init__(self, run: LayerRun, attend: Attend, tiles: Tiles, length: int, stash: Stash) -> None:
-        self.run, self.attend, self.tiles, self.length, self.stash = run, attend, tiles, length, stash
-        self.ulysses: Ulysses | None = None
-        self.scale = 0.0
+    def __init__(self, run: LayerRun, attend_in: AttendIn, shard: Shard, stash: Stash) -> None:
+        self.run, self.attend_in, self.shard, self.stash = run, attend_in, shard, stash
+        self.known: Attending | None = None
         self.counts: list[int] = []  # of the products that each tile keeps
 
     @as_then
@@ -83,15 +80,21 @@ class PrefixMixing(Mixing):
                 walk.before(index + 1)  # its gradients have travelled meanwhile
         walk.before(0)
 
-    def exchange(self, q: Tensor, k: Tensor) -> Ulysses:
-        """Return the layer's head exchange, known from its first tile on."""
-        self.ulysses = self.ulysses or self.attend.ulysses(q, k)
-        return self.ulysses
+    @property
+    def attending(self) -> Attending:
+        """How the layer attends, after its first tile."""
+        assert self.known is not None
+        return self.known
+
+    def learn(self, request: Request) -> Attending:
+        """Return how the layer attends, given the call of a tile."""
+        self.known = self.known or Attending.of(request, self.attend_in(request), self.shard, whole=False)
+        return self.known
 
     def new_prefix(self) -> Prefix:
         """Return empty keys and values."""
-        assert self.ulysses is not None
-        return Prefix(self.ulysses, self.attend.kernel, self.tiles, self.length)
+        how = self.attending
+        return Prefix(how.ulysses, how.attend.kernel, how.shard.tiles, how.shard.layout.length)
 
     def _kept(self, kept: tuple[Tensor, ...]) -> _Kept:
         """Sort what `forward` returned."""
@@ -203,17 +206,17 @@ class _Forward:
 
     def _send(self, index: int, request: Request) -> Pending[list[Tensor]]:
         q, k, v = request.operands()
-        exchange = self.mixing.exchange(q, k)
+        exchange = self.mixing.learn(request).ulysses
         if index == 0:
             self.prefix = self.mixing.new_prefix()
-        self.mixing.scale = request.scale
         return exchange.enter(q, k, v, borrow=self.keep is not Keep.PRODUCTS)
 
     def _attend(self, index: int, coming: Pending[list[Tensor]]) -> Pending[Tensor]:
         """Add a tile to the prefix and attend; its output is on its way back to the ranks of its tokens."""
         q, k, v = coming.wait()
         self.prefix.append(index, k, v)
-        out, lse = self.prefix.forward(index, q, self.mixing.scale)
+        out, lse = self.prefix.forward(index, q, self.mixing.attending.score)
+        lse = self.mixing.attending.absorb_(out, lse)
         if self.keep is Keep.PRODUCTS:
             self.queries.append(q)
         leaving = self.prefix.ulysses.leave(out)
@@ -240,11 +243,11 @@ class _Backward:
 
     def __init__(self, mixing: PrefixMixing, prefix: Prefix, kept: _Kept, gradients: Gradients) -> None:
         self.run, self.prefix, self.kept, self.gradients = mixing.run, prefix, kept, gradients
-        self.scale, self.stash = mixing.scale, mixing.stash
+        self.attending, self.stash = mixing.attending, mixing.stash
         self.queries = bool(kept.queries)
         self.tiles: dict[int, TileBackward] = {}
         self.coming: dict[int, tuple[Pending[list[Tensor]], Tensor]] = {}
-        self.leaving: dict[int, Pending[Any]] = {}
+        self.leaving: dict[int, tuple[Pending[Any], Tensor | None]] = {}
 
     def after(self, index: int) -> None:
         """Differentiate what follows the tile's attention; send off what its attention's backward needs."""
@@ -264,102 +267,14 @@ class _Backward:
         """Differentiate the tile's attention; send its gradients back."""
         coming, lse = self.coming.pop(index)
         q, out, dout = coming.wait()
-        parts = self.prefix.backward(index, dout, q, out, lse, self.scale)
-        self.leaving[index] = self.prefix.ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
+        parts = self.prefix.backward(index, dout, q, out, lse, self.attending.score)
+        leaving = self.prefix.ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
+        self.leaving[index] = leaving, self.attending.sinks_gradient(dout, out, lse)
 
     def before(self, index: int) -> None:
         """Differentiate what comes before the tile's attention."""
-        dqkv = self.leaving.pop(index).wait()
+        leaving, d_sinks = self.leaving.pop(index)
+        dqkv = leaving.wait()
         dtype = dqkv[0].dtype
-        self.tiles.pop(index).before([part.to(dtype) for part in dqkv])
-
-
-class WholeMixing(Mixing):
-    """Capture every tile, attend over the whole sequence, inject every tile: serves any exchange.
-
-    Cost: a tile runs up to its attention twice in forward (the second time without it), and three times in backward.
-    """
-
-    def __init__(self, run: LayerRun, attend: Attend, schedule: Schedule, stash: Stash) -> None:
-        self.run, self.attend, self.schedule, self.stash = run, attend, schedule, stash
-        self.ring = Ring(attend.kernel, attend.mesh.ring)
-        self.scale = 0.0
-        self.counts: list[int] = []  # of the products that each tile keeps
-        self.ulysses: Ulysses | None = None
-
-    @as_then
-    def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
-        """Fill y; return q, k and v of this rank's heads if kept, then out of its tokens and lse if kept."""
-        first = self.ulysses is None
-        qkv = self._capture(x)
-        out, lse = self._attend(*qkv)
-        products: list[Tensor] = []
-        if y is not None:
-            if first:  # when it is rebuilt, each tile finds the random numbers of its first run
-                self.run.rewind()
-            if keep is Keep.PRODUCTS:
-                products = self._finish(x, out, y)
-            else:
-                self.replay(x, (out, lse), y)
-        return (*products, *(qkv if keep.has_kv else ()), *((out, lse) if keep.has_out else ()))
-
-    def _finish(self, x: Tensor, out: Tensor, y: Tensor) -> list[Tensor]:
-        """Fill y, keeping products; return those of all tiles."""
-        self.counts, found = [], []
-        for index, at in enumerate(self.run.tiles):
-            span = slice(at.start, at.stop)
-            y[:, span], products = self.run.after_keeping(index, x[:, span], out[:, span])
-            self.counts.append(len(products))
-            found += products
-        return found
-
-    @as_then
-    def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
-        """Fill y from the kept attention output."""
-        (out,) = self.stash.get(kept[-2:-1])
-        for index, at in enumerate(self.run.tiles):
-            y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out[:, at.start : at.stop])[0]
-
-    @as_then
-    def backward(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep, gradients: Gradients) -> None:
-        """Inject with gradients, differentiate attention, capture with gradients."""
-        ulysses, run = self.ulysses, self.run
-        assert ulysses is not None
-        kept = self.stash.get(kept)
-        with torch.no_grad():
-            q, k, v = kept[-5:-2] if keep.has_kv else self._capture(x)
-            out, lse = kept[-2:] if keep.has_out else self._attend(q, k, v)
-        products = iter(kept)  # they come first
-        dout = torch.empty_like(out)
-        for index, at in enumerate(run.tiles):
-            known = [next(products) for _ in range(self.counts[index])] if self.counts else ()
-            tile = run.backward(index, gradients, known)
-            dout[:, at.start : at.stop] = tile.after(out[:, at.start : at.stop], hold=False)
-        del products, known, tile
-        out, dout = ulysses.enter_queries(out, dout).wait()
-        saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = self.ring.backward(dout, saved, self.schedule, self.scale)
-        parts = (dq, ulysses.contract(dk), ulysses.contract(dv))
-        dqkv = ulysses.leave_gradients(*(part.to(q.dtype) for part in parts)).wait()
-        out_dtype = q.dtype
-        del q, k, v, out, dout, saved, dq, dk, dv, parts
-        for index, at in enumerate(run.tiles):
-            run.backward(index, gradients).before([part[:, at.start : at.stop].to(out_dtype) for part in dqkv])
-
-    def _capture(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of all tokens and this rank's heads."""
-        parts = []
-        for index, at in enumerate(self.run.tiles):
-            request = self.run.before(index, x[:, at.start : at.stop])
-            self.scale = request.scale
-            parts.append(request.operands())
-        q, k, v = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
-        self.ulysses = self.attend.ulysses(q, k, self.schedule.parts)
-        q, k, v = self.ulysses.enter(q, k, v).wait()
-        return q, k, v
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend over the whole sequence -> out of this rank's tokens, lse of its heads."""
-        assert self.ulysses is not None
-        out, lse = self.ring.forward(q, self.ulysses.expand(k), self.ulysses.expand(v), self.schedule, self.scale)
-        return self.ulysses.leave(out).wait(), lse
+        shared = () if d_sinks is None else (d_sinks,)
+        self.tiles.pop(index).before([part.to(dtype) for part in dqkv], shared)

@@ -21,7 +21,7 @@ class Passage:
 
     Args:
         operands: sizes of each layer's attention call.
-        ulysses: ranks that exchange heads.
+        ulysses: ranks that exchange heads; `ranks` that share a sequence.
         whole: attention runs once over the sequence, not tile by tile.
     """
 
@@ -30,6 +30,7 @@ class Passage:
     operands: Sequence[Operands]
     ulysses: int = 1
     whole: bool = False
+    ranks: int = 1
     tiers: list[Tier] | None = None
     autocast: torch.dtype | None = None
     needs: dict[int, Callable[[], None]] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Passage:
             lse_itemsize=wide(dtype).itemsize,
             ulysses=self.ulysses,
             whole=self.whole,
+            ranks=self.ranks,
         )
         products = self.stash.products
         per_token = products.get(layer, max(products.values(), default=0.0)) if keep is Keep.PRODUCTS else 0.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Kind
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
 from longspan.integrations.transformers.applied import Applied, own_config, use_attention
@@ -20,7 +23,7 @@ from longspan.integrations.transformers.automatic import Automatic
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
 from longspan.integrations.transformers.norm import norm_note
 from longspan.integrations.transformers.parts import Parts
-from longspan.integrations.transformers.probe import Shape, probe
+from longspan.integrations.transformers.probe import Probed, Shape, probe
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
@@ -28,6 +31,7 @@ from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
+from longspan.recurrent.select import divided, pick_rule
 from longspan.stream.quantized import mixes_tokens
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -82,15 +86,16 @@ def prepare(
     ways = Memory() if memory == "auto" else memory
     ways.check_layers(len(parts.layers))
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
-    shapes, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
+    probed, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
     plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    applied = Applied(parts, axes, plan, Attend(axes, chosen), ways, **options)
-    applied.settings, applied.operands = settings, shapes
+    attends = {kind: Attend(axes, kernel) for kind, kernel in chosen.items()}
+    applied = Applied(parts, axes, plan, attends, ways, **options)
+    applied.settings, applied.operands, applied.logit_options = settings, probed.shapes, probed.logits
     if memory == "auto":
-        applied.decide(Automatic.agreed(parts, axes, shapes, plan))
+        applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"longspan: {plan.summary()}", file=sys.stderr)
     return applied
@@ -98,14 +103,24 @@ def prepare(
 
 def _decide(
     parts: Parts, size: int, ulysses: int | None, ring: int | None, kernel: str
-) -> tuple[list[Shape], Degrees, Kernel, Plan]:
+) -> tuple[Probed, Degrees, dict[Kind, Kernel], Plan]:
     """Probe the model, and choose what serves every layer."""
-    shapes, device = _probe(parts), parts.device
+    probed, device = _probe(parts), parts.device
+    shapes = probed.shapes
     degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
-    chosen, notes = _kernel(kernel, shapes, device)
-    reasons = (degrees.reason, *notes)
-    plan = Plan(size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", reasons)
-    return shapes, degrees, chosen, plan
+    chosen, notes = _kernels(kernel, shapes, device)
+    names = "+".join(dict.fromkeys(kernel.name for kernel in chosen.values()))
+    reasons = (degrees.reason, *notes, *_recurrent_notes(shapes, size, names, device))
+    plan = Plan(size, degrees.ulysses, degrees.ring, names, "tiled cross-entropy", reasons)
+    return probed, degrees, chosen, plan
+
+
+def _recurrent_notes(shapes: list[Shape], size: int, kernel: str, device: torch.device) -> list[str]:
+    """Say how recurrent layers are divided, and what computes them."""
+    heads = sorted({shape.kv_heads for shape in shapes if shape.recurrent})
+    if not heads:
+        return []
+    return [*(divided(count, size) for count in heads), pick_rule(kernel, device)[1]]
 
 
 def _with_notes(plan: Plan, *notes: str | None) -> Plan:
@@ -131,12 +146,12 @@ def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
 def _check_model(parts: Parts) -> None:
     """Refuse settings of the model under which it would not be exact."""
     config = parts.model.config.get_text_config()
-    if config is not parts.model.config:
+    if config is not parts.model.config and parts.sight is None:
         kinds: Any = type(parts.model.config).sub_configs
         towers = [name for name in kinds if name != "text_config"]
         raise ModelError(
-            f"{type(parts.model).__name__} has {' and '.join(towers) or 'further parts'} besides its text model; "
-            "longspan does not divide multimodal models yet, only causal language models of text."
+            f"{type(parts.model).__name__} has {' and '.join(towers) or 'further parts'} besides its text model; of "
+            "multimodal models longspan divides Qwen2.5-VL and Qwen3-VL."
         )
     if parts.checkpointing:
         raise ModelError(GRADIENT_CHECKPOINTING)
@@ -146,6 +161,13 @@ def _check_model(parts: Parts) -> None:
                 f"{name} ({type(module).__name__}) uses {reason}: a part of a sequence, or a tile of it, would be "
                 "computed in other numbers than the whole. Use scales per row or block, or weights quantised alone."
             )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        first = len(parts.layers) - shared
+        raise ModelError(
+            f"{parts.layers_name}.{first} ({type(parts.layers[first]).__name__}) and all layers after it reuse the keys "
+            f"and values of earlier layers (num_kv_shared_layers={shared}); longspan supports layers with keys and "
+            "values of their own."
+        )
     for name in _ATTENTION_DROPOUTS:
         if dropout := getattr(config, name, None):
             raise ModelError(
@@ -156,20 +178,20 @@ def _check_model(parts: Parts) -> None:
         Routers.of(parts).known()
 
 
-def _probe(parts: Parts) -> list[Shape]:
+def _probe(parts: Parts) -> Probed:
     """Run the probe under our attention implementation, and put the model's own back."""
     register()
-    plain: Any = parts.model.config._attn_implementation
-    use_attention(parts.model, NAME)
+    plain: Any = parts.trunk.config._attn_implementation
+    use_attention(parts.trunk, NAME)
     try:
         return probe(parts)
     finally:
-        use_attention(parts.model, plain)
+        use_attention(parts.trunk, plain)
 
 
 def _degrees(shapes: list[Shape], size: int, ulysses: int | None, ring: int | None, node_size: int | None) -> Degrees:
     """Choose degrees that serve every layer: layers may differ in their heads."""
-    kinds = sorted({(shape.heads, shape.kv_heads) for shape in shapes})
+    kinds = sorted({(shape.heads, shape.kv_heads) for shape in shapes if not shape.recurrent}) or [(size, size)]
     found = [choose_degrees(h, k, size, node_size, ulysses=ulysses, ring=ring) for h, k in kinds]
     if ulysses is None and ring is None and len({d.ulysses for d in found}) > 1:
         common = min(d.ulysses for d in found)
@@ -184,17 +206,40 @@ def _node_size(device: torch.device) -> int | None:
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
-def _kernel(name: str, shapes: list[Shape], device: torch.device) -> tuple[Kernel, tuple[str, ...]]:
-    """Pick a kernel that serves every layer."""
-    kinds = {(shape.head_dim, shape.v_head_dim, shape.dtype) for shape in shapes}
-    packed = name in ("auto", "sdpa")
-    notes: tuple[str, ...] = ()
-    picked: dict[str, Kernel] = {}
-    for head_dim, v_head_dim, dtype in kinds:
+def _kernels(name: str, shapes: list[Shape], device: torch.device) -> tuple[dict[Kind, Kernel], tuple[str, ...]]:
+    """Pick a kernel for each kind of layer.
+
+    Raises:
+        KernelError: none, or not the one named, serves a kind; says which layers these are.
+    """
+    packed, notes = name in ("auto", "sdpa"), []
+    picked: dict[Kind, Kernel] = {}
+    attending = [i for i, shape in enumerate(shapes) if not shape.recurrent] or range(len(shapes))
+    for kind in dict.fromkeys(shapes[i].kind for i in attending):
+        layers = [i for i in attending if shapes[i].kind == kind]
+        dtype = shapes[layers[0]].dtype
         if device.type == "cuda" and dtype == torch.float32 and name != "reference":
-            dtype, notes = torch.bfloat16, ("fp32 weights: attention expects bf16 from autocast or FSDP2",)
-        kernel = pick(name, Request(device, dtype, head_dim, v_head_dim, varlen=packed))
-        picked[kernel.name] = kernel
-    if len(picked) > 1:
-        raise KernelError(f"The layers need different kernels ({', '.join(sorted(picked))}); name one that serves all.")
-    return next(iter(picked.values())), notes
+            dtype, notes = torch.bfloat16, ["fp32 weights: attention expects bf16 from autocast or FSDP2"]
+        demands = {"varlen": packed, "window": kind.window, "softcap": kind.softcap}
+        try:
+            picked[kind] = pick(name, Request(device, dtype, kind.head_dim, kind.v_head_dim, **demands))
+        except KernelError as error:
+            where = "" if len(layers) == len(shapes) else f"Layers {', '.join(map(str, layers))}: "
+            raise KernelError(f"{where}{error}") from None
+    return picked, (*_told(shapes, picked), *notes)
+
+
+def _told(shapes: list[Shape], picked: dict[Kind, Kernel]) -> Iterator[str]:
+    """Say what layers ask for besides causal attention, and which kernel serves whom if there are several."""
+    names = {kernel.name for kernel in picked.values()}
+    asked: dict[tuple[Any, ...], int] = Counter(
+        (shape.window, shape.score.softcap, shape.sinks, picked[shape.kind].name)
+        for shape in shapes
+        if not shape.recurrent
+    )
+    for (window, softcap, sinks, kernel), count in asked.items():
+        words = [f"a window of {window} tokens"] * (window is not None) + [f"softcap {softcap}"] * (softcap is not None)
+        words += ["attention sinks"] * sinks
+        if words or len(names) > 1:
+            by = f" by kernel {kernel}" if len(names) > 1 else ""
+            yield f"{count} of {len(shapes)} layers {'with ' + ', '.join(words) if words else 'see everything'}{by}"
