@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.attention.gather import Gather
 from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
@@ -23,7 +24,7 @@ from longspan.mesh import Mesh
 
 @dataclass(frozen=True)
 class Attend:
-    """Sequence-parallel attention over a mesh: `ulysses(ring(kernel))`."""
+    """Sequence-parallel attention over a mesh: `ulysses(exchange(kernel))`."""
 
     mesh: Mesh
     kernel: Kernel
@@ -40,13 +41,17 @@ class Attend:
             [B, S/sp, H, Dv], q's dtype, differentiable once.
 
         Cost: forward one all-to-all of q, k, v and one of out, backward one of dout and one of dq, dk, dv, each once
-            per interleaved part; and the ring's shifts.
+            per interleaved part; and what the exchange of keys moves.
         """
         return _Attention.apply(q, k, v, self, schedule, scale)  # type: ignore[no-any-return]
 
     def ulysses(self, q: Tensor, k: Tensor, parts: tuple[Piece, ...] = ()) -> Ulysses:
         """Return the head exchange for operands with these head counts; `parts` as in `Ulysses`."""
         return Ulysses(HeadSplit(q.shape[2], k.shape[2], self.mesh.ulysses.size), self.mesh.ulysses, parts)
+
+    def exchange(self, schedule: Schedule) -> Ring | Gather:
+        """Return the exchange of keys that a schedule was made for."""
+        return (Ring if schedule.gathering is None else Gather)(self.kernel, self.mesh.ring)
 
 
 def attend(
@@ -69,7 +74,7 @@ def attend(
         mesh: the axes, as `prepare` returns them in `handle.mesh`.
         layout: how rows were divided; None stands for `Layout(mask.length, ring, ulysses)`.
         schedule: `Schedule.of(mask, layout, mesh.ring.rank)`, made once for all layers of a micro-batch and in place of
-            `layout`; None makes one for this call.
+            `layout`; None makes one for this call, for a ring.
         kernel: `auto`, one of longspan's kernels, or a Hugging Face attention name.
         scale: factor on q k^T; None for D ** -0.5.
 
@@ -92,7 +97,9 @@ def attend(
             f"rank {schedule.ring_rank}, here {layout.length} and {mesh.ring.rank}. Make it with "
             "Schedule.of(mask, layout, mesh.ring.rank)."
         )
-    request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], varlen=mask.packed, bottom_right=False)
+    gathers = schedule.gathering is not None
+    varlen = mask.packed or gathers
+    request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], varlen=varlen, bottom_right=gathers)
     return Attend(mesh, pick(kernel, request))(q, k, v, schedule, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -122,11 +129,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: Attend, schedule: Schedule, scale: float) -> Tensor:
-        ulysses, ring = attend.ulysses(q, k, schedule.parts), Ring(attend.kernel, attend.mesh.ring)
+        ulysses, exchange = attend.ulysses(q, k, schedule.parts), attend.exchange(schedule)
         q, k, v = ulysses.enter(q, k, v).wait()
-        out, lse = ring.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, scale)
+        out, lse = exchange.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ulysses, ctx.ring, ctx.schedule, ctx.scale = ulysses, ring, schedule, scale
+        ctx.ulysses, ctx.exchange, ctx.schedule, ctx.scale = ulysses, exchange, schedule, scale
         return ulysses.leave(out).wait()
 
     @staticmethod
@@ -136,7 +143,7 @@ class _Attention(torch.autograd.Function):
         ulysses: Ulysses = ctx.ulysses
         (dout,) = ulysses.enter_queries(dout.to(out.dtype)).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = ctx.ring.backward(dout, saved, ctx.schedule, ctx.scale)
+        dq, dk, dv = ctx.exchange.backward(dout, saved, ctx.schedule, ctx.scale)
         grads = (dq, ulysses.contract(dk), ulysses.contract(dv))
         dq, dk, dv = ulysses.leave_gradients(*(g.to(q.dtype) for g in grads)).wait()
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None

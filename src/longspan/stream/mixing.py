@@ -10,7 +10,6 @@ from torch import Tensor
 
 from longspan.attention.build import Attend
 from longspan.attention.call import Request
-from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
 from longspan.comm.pending import Pending
@@ -282,7 +281,7 @@ class WholeMixing(Mixing):
 
     def __init__(self, run: LayerRun, attend: Attend, schedule: Schedule, stash: Stash) -> None:
         self.run, self.attend, self.schedule, self.stash = run, attend, schedule, stash
-        self.ring = Ring(attend.kernel, attend.mesh.ring)
+        self.exchange = attend.exchange(schedule)
         self.scale = 0.0
         self.counts: list[int] = []  # of the products that each tile keeps
         self.ulysses: Ulysses | None = None
@@ -338,7 +337,7 @@ class WholeMixing(Mixing):
         del products, known, tile
         out, dout = ulysses.enter_queries(out, dout).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = self.ring.backward(dout, saved, self.schedule, self.scale)
+        dq, dk, dv = self.exchange.backward(dout, saved, self.schedule, self.scale)
         parts = (dq, ulysses.contract(dk), ulysses.contract(dv))
         dqkv = ulysses.leave_gradients(*(part.to(q.dtype) for part in parts)).wait()
         out_dtype = q.dtype
@@ -361,5 +360,5 @@ class WholeMixing(Mixing):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attend over the whole sequence -> out of this rank's tokens, lse of its heads."""
         assert self.ulysses is not None
-        out, lse = self.ring.forward(q, self.ulysses.expand(k), self.ulysses.expand(v), self.schedule, self.scale)
+        out, lse = self.exchange.forward(q, self.ulysses.expand(k), self.ulysses.expand(v), self.schedule, self.scale)
         return self.ulysses.leave(out).wait(), lse
