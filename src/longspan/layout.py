@@ -78,7 +78,7 @@ class Layout:
     @property
     def length(self) -> int:
         """Tokens per row with padding: the next multiple of what the pieces divide, less than 2 * size more."""
-        unit = self.size * (2 if self.ring > 1 and self.zigzag and self.held is None else 1)
+        unit = self.size * (2 if self.ring > 1 and self.zigzag else 1)
         return -(-self.tokens // unit) * unit
 
     @property

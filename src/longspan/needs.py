@@ -126,4 +126,3 @@ def offsets(lengths: Sequence[int]) -> list[int]:
     for length in lengths:
         found.append(found[-1] + length)
     return found
-

@@ -32,7 +32,7 @@ _LEVELLED_DOCUMENTS = 1000
 def segment_layout(tokens: int, starts: Sequence[int], ring: int, ulysses: int = 1) -> Layout:
     """Divide a packed row over ring x ulysses ranks by its documents.
 
-    The row is padded to a multiple of the ranks; padding belongs to the last document.
+    The row is padded as for a zigzag; padding belongs to the last document.
 
     Args:
         tokens: of the row, without padding.
@@ -40,14 +40,10 @@ def segment_layout(tokens: int, starts: Sequence[int], ring: int, ulysses: int =
 
     Cost: milliseconds for hundreds of documents, on the host; pure and deterministic, so that every rank does it alone.
     """
-    length = Layout(tokens, 1, ring * ulysses).length
-    held = plan_segments([b - a for a, b in pairwise([*starts, length])], ring)
-    return Layout(
-        tokens,
-        ring,
-        ulysses,
-        held=tuple(_joined(Piece(starts[s.document] + s.start, starts[s.document] + s.stop) for s in own) for own in held),
-    )
+    length = Layout(tokens, ring, ulysses).length
+    plan = plan_segments([b - a for a, b in pairwise([*starts, length])], ring)
+    pieces = ((Piece(starts[s.document] + s.start, starts[s.document] + s.stop) for s in own) for own in plan)
+    return Layout(tokens, ring, ulysses, held=tuple(map(_joined, pieces)))
 
 
 def plan_segments(lengths: Sequence[int], ranks: int) -> tuple[tuple[Segment, ...], ...]:

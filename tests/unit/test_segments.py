@@ -74,7 +74,7 @@ def test_every_token_is_in_one_segment_and_shares_are_equal(found: list[int], ra
 def test_a_segment_layout_is_a_layout(found: list[int], ring: int, ulysses: int) -> None:
     starts = [sum(found[:i]) for i in range(len(found))]
     layout = segment_layout(sum(found), starts, ring, ulysses)
-    assert 0 <= layout.length - layout.tokens < ring * ulysses
+    assert layout.length == Layout(layout.tokens, ring, ulysses).length
     held = [layout.indices(rank) for rank in range(layout.size)]
     assert sorted(i for own in held for i in own) == list(range(layout.length))
     assert all(own == sorted(own) and len(own) == layout.shard_tokens for own in held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,7 +118,7 @@ class _Walk:
         queries = [slice(span.start * share, span.stop * share) for span in spans]
         return cls(gather.axis, plan, plan.on(k.device), _flat(k)[0], _flat(v)[0], spans, queries)
 
-    def operands(self):  # noqa: ANN201
+    def operands(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the kernel's keys and values of each chunk [1, N, heads, ...], the next chunk being on its way."""
         coming = self._send(self.spans[0])
         for number, span in enumerate(self.spans):
@@ -130,7 +130,8 @@ class _Walk:
                 continue
             width = k.shape[1] * k.shape[2]
             parts = received.split([width, received.shape[1] - width], 1)
-            yield tuple(self._laid_out(t, part.unflatten(1, t.shape[1:])) for t, part in zip((k, v), parts, strict=True))
+            keys, values = (part.unflatten(1, t.shape[1:]) for t, part in zip((k, v), parts, strict=True))
+            yield self._laid_out(k, keys), self._laid_out(v, values)
 
     def send_back(self, dkeys: Tensor, dvalues: Tensor) -> Pending[tuple[Tensor, Tensor]]:
         """Return the gradients of a chunk's keys to their owners -> dk, dv [1, n, heads, ...] of this rank's tokens.

@@ -14,15 +14,10 @@ from torch import Tensor
 from longspan.layout import Layout, Piece
 from longspan.mask import Block, Mask
 from longspan.needs import Needs, Run, offsets
+from longspan.plan.exchange import chunks_of
 
 _Range = tuple[int, int]
 """First index, and how many follow each other."""
-
-_OVERLAPPED = 8
-"""Keys travel in several chunks of heads where some rank receives more than one key for so many of its own: below
-that there is nothing worth hiding, and one kernel call fills a GPU better than several."""
-
-_MOST_CHUNKS = 8
 
 
 @dataclass(frozen=True)
@@ -106,11 +101,6 @@ class Gathering:
         if device not in self._devices:
             self._devices[device] = self._ranges.indices(device)
         return self._devices[device]
-
-
-def chunks_of(needs: Needs) -> int:
-    """Return in how many parts the KV heads are to travel; equal on all ranks."""
-    return _MOST_CHUNKS if _OVERLAPPED * needs.remote > needs.shard else 1
 
 
 @dataclass(frozen=True)

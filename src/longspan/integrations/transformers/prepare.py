@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.build import Attend
+from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
 from longspan.integrations.transformers.applied import Applied, own_config, use_attention
@@ -26,6 +27,7 @@ from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
+from longspan.plan.exchange import KV_EXCHANGES, ExchangeRule, KvExchange
 from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
 from longspan.stream.quantized import mixes_tokens
@@ -46,6 +48,7 @@ def prepare(
     logits: bool = False,
     grad_reduction: Literal["mean", "sum"] = "mean",
     sequence_parallel_in_eval: bool = True,
+    kv_exchange: KvExchange = "auto",
 ) -> Applied:
     """Make a transformers causal language model compute on sequences divided over ranks, exactly.
 
@@ -62,6 +65,7 @@ def prepare(
         logits: also return this rank's logits [B, s, V].
         grad_reduction: whether the engine averages gradients over the ranks or adds them up.
         sequence_parallel_in_eval: False makes `model.eval()` run the plain model on full batches.
+        kv_exchange: how keys come to other ring ranks: `ring`, `gather`, or `auto`, by batch; `handle.plan` says why.
 
     Raises:
         ModelError: the model, or a layer of it, is not understood well enough to be exact; names it.
@@ -72,27 +76,25 @@ def prepare(
         on GPUs of one node a quarter of a GiB of each for exchanges of heads by copy engines.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
-    settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh))
-    _check_choices(memory, grad_reduction)
+    settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh), kv_exchange)
+    _check_choices(memory, grad_reduction, kv_exchange)
     parts = Parts.of(model)
-    earlier: Applied | None = getattr(parts.model, "_longspan_applied", None)
-    if earlier is not None:
+    if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
     _check_model(parts)
-    ways = Memory() if memory == "auto" else memory
-    ways.check_layers(len(parts.layers))
+    ways = _ways(memory, parts)
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
     shapes, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
+    rule = _exchange_rule(kv_exchange, shapes, degrees, chosen, parts.device)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
     plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
     applied = Applied(parts, axes, plan, Attend(axes, chosen), ways, **options)
-    applied.settings, applied.operands = settings, shapes
+    applied.settings, applied.operands, applied.exchange = settings, shapes, rule
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, shapes, plan))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"longspan: {plan.summary()}", file=sys.stderr)
+    _tell(plan)
     return applied
 
 
@@ -108,15 +110,47 @@ def _decide(
     return shapes, degrees, chosen, plan
 
 
+def _exchange_rule(
+    asked: KvExchange, shapes: list[Shape], degrees: Degrees, kernel: Kernel, device: torch.device
+) -> ExchangeRule:
+    """Return how exchanges are decided: by what the layers' heads and the kernel allow."""
+    splits = [HeadSplit(shape.heads, shape.kv_heads, degrees.ulysses) for shape in shapes]
+    fewest = min(len(heads) for split in splits for heads in split.key)
+    asked_of = (
+        Request(device, _compute_dtype(shape.dtype, device), shape.head_dim, shape.v_head_dim, True, True)
+        for shape in shapes
+    )
+    refusals = (f"kernel '{kernel.name}': {why}" for request in asked_of if (why := kernel.refuses(request)))
+    return ExchangeRule(asked, fewest, next(refusals, None))
+
+
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of attention for weights of a dtype: on GPUs, float32 weights are run in bfloat16."""
+    return torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
+
+
 def _with_notes(plan: Plan, *notes: str | None) -> Plan:
     return replace(plan, reasons=(*plan.reasons, *(note for note in notes if note)))
 
 
-def _check_choices(memory: str | Memory, grad_reduction: str) -> None:
+def _ways(memory: Literal["auto"] | Memory, parts: Parts) -> Memory:
+    ways = Memory() if memory == "auto" else memory
+    ways.check_layers(len(parts.layers))
+    return ways
+
+
+def _tell(plan: Plan) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"longspan: {plan.summary()}", file=sys.stderr)
+
+
+def _check_choices(memory: str | Memory, grad_reduction: str, kv_exchange: str) -> None:
     if memory != "auto" and not isinstance(memory, Memory):
         raise ConfigError(f"memory must be 'auto' or a Memory, got {memory!r}.")
     if grad_reduction not in ("mean", "sum"):
         raise ConfigError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}.")
+    if kv_exchange not in KV_EXCHANGES:
+        raise ConfigError(f"kv_exchange must be one of {', '.join(KV_EXCHANGES)}, got {kv_exchange!r}.")
 
 
 def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
@@ -191,7 +225,7 @@ def _kernel(name: str, shapes: list[Shape], device: torch.device) -> tuple[Kerne
     notes: tuple[str, ...] = ()
     picked: dict[str, Kernel] = {}
     for head_dim, v_head_dim, dtype in kinds:
-        if device.type == "cuda" and dtype == torch.float32 and name != "reference":
+        if name != "reference" and dtype != _compute_dtype(dtype, device):
             dtype, notes = torch.bfloat16, ("fp32 weights: attention expects bf16 from autocast or FSDP2",)
         kernel = pick(name, Request(device, dtype, head_dim, v_head_dim, varlen=packed))
         picked[kernel.name] = kernel
