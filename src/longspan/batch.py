@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,6 +64,16 @@ class Shard:
     passed: tuple[str, ...] = ()
     fingerprint: int = 0
     exchange: Decision = ALONE
+    views: dict[int, Shard | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def within(self, window: int | None) -> Shard:
+        """Return the part as layers see it whose tokens see so many tokens; worked out once for all of them."""
+        if window is None:
+            return self
+        if window not in self.views:
+            mask = self.mask.within(window)
+            self.views[window] = None if mask == self.mask else replace(self, mask=mask, views={})
+        return self.views[window] or self
 
     @cached_property
     def schedule(self) -> Schedule:

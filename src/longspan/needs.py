@@ -50,7 +50,7 @@ class Needs:
         Cost: O(documents x log) on the host.
         """
         starts = mask.documents or ((0,),) * rows
-        runs = tuple(tuple(_runs(layout, rank, starts)) for rank in range(layout.ring))
+        runs = tuple(tuple(_runs(layout, rank, starts, mask.window)) for rank in range(layout.ring))
         wanted = tuple(_union(Piece(run.first, run.start) for run in own if run.first < run.start) for own in runs)
         return cls(runs, wanted, len(starts) * layout.length // layout.ring)
 
@@ -71,8 +71,8 @@ class Needs:
         return max(sum(run.stop - run.first for run in own) for own in self.runs)
 
 
-def _runs(layout: Layout, rank: int, starts: Sequence[Sequence[int]]) -> Iterator[Run]:
-    """Cut what a rank holds at document borders."""
+def _runs(layout: Layout, rank: int, starts: Sequence[Sequence[int]], window: int | None) -> Iterator[Run]:
+    """Cut what a rank holds at document borders; with a window, a run's first token sees so many at most."""
     numbered = 0
     for row, firsts in enumerate(starts):
         offset = row * layout.length
@@ -82,7 +82,8 @@ def _runs(layout: Layout, rank: int, starts: Sequence[Sequence[int]]) -> Iterato
             while at < piece.stop:
                 end = firsts[number + 1] if number + 1 < len(firsts) else layout.length
                 stop = min(end, piece.stop)
-                yield Run(offset + at, offset + stop, offset + firsts[number], numbered + number)
+                first = firsts[number] if window is None else max(firsts[number], at - window + 1)
+                yield Run(offset + at, offset + stop, offset + first, numbered + number)
                 at, number = stop, number + 1
         numbered += len(firsts)
 

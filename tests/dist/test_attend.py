@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dense import TOLERANCE, Starts, attention, relative
@@ -53,6 +54,9 @@ class Case:
     tile: int | None = None
     exchange: Literal["ring", "gather"] = "ring"
     segments: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def layout(self, ring: int, ulysses: int) -> Layout:
         if self.segments:
@@ -77,7 +81,24 @@ def cases(heads: int, kv_heads: int, kernel: str) -> list[Case]:
         replace(base, tile=100, rows=2),
         replace(base, tokens=17, head_dim=3, v_head_dim=5),
         replace(base, tokens=18, head_dim=6, v_head_dim=2, starts=((0, 9),)),
+        *restricted(base),
     ]
+
+
+def restricted(base: Case) -> list[Case]:
+    """List windows, from the token alone to all but the first, softcaps, sinks, and all of them at once."""
+    some = [
+        replace(base, window=1),
+        replace(base, window=9, starts=((0, 1, 2, 62),)),
+        replace(base, window=30, rows=2),
+        replace(base, window=62),
+        replace(base, window=20, starts=((0, 5, 6, 20, 47),), zigzag=False),
+        replace(base, window=7, rows=2, starts=((0, 33), tuple(range(0, 63, 2)))),
+        replace(base, window=5, tile=3, starts=((0, 30),)),
+        replace(base, sinks=True, rows=2),
+        replace(base, sinks=True, starts=((0, 1, 2, 62),)),
+    ]
+    return some + [replace(case, softcap=0.8, sinks=True) for case in some[:6] if base.kernel != "cpu"]
 
 
 def errors(case: Case, mesh: Mesh) -> dict[str, float]:
@@ -85,12 +106,15 @@ def errors(case: Case, mesh: Mesh) -> dict[str, float]:
     scale = 0.7 * case.head_dim**-0.5
     layout = case.layout(mesh.ring.size, mesh.ulysses.size)
     shapes = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim)]
+    options = {"softcap": case.softcap}
     make = torch.Generator().manual_seed(case.tokens)
     full = [torch.randn(case.rows, case.tokens, *s, generator=make, dtype=torch.float64) for s in shapes]
     dout = torch.randn(case.rows, case.tokens, case.heads, case.v_head_dim, generator=make, dtype=torch.float64)
 
     true = tq, tk, tv = [t.clone().requires_grad_() for t in full]
-    out = attention(tq, tk, tv, case.starts, scale)
+    drawn = torch.randn(case.heads, generator=make, dtype=torch.float64)
+    ts, sinks = (drawn.clone().requires_grad_() if case.sinks else None for _ in range(2))
+    out = attention(tq, tk, tv, case.starts, scale, window=case.window, sinks=ts, **options)
     out.backward(dout)
 
     at = [i for i in layout.indices(mesh.sequence.rank) if i < case.tokens]
@@ -101,14 +125,19 @@ def errors(case: Case, mesh: Mesh) -> dict[str, float]:
 
     local = q, k, v = [mine(t, 50.0).requires_grad_() for t in full]  # a leak of padding would show
     starts = None if case.starts is None else tuple(tuple(row) for row in case.starts)
-    mask = Mask(layout.length, starts)
+    options |= {"scale": scale}
+    mask = Mask(layout.length, starts, case.window)
     schedule = Schedule.of(mask, layout, mesh.ring.rank, case.exchange, case.rows)
-    found = attend(q, k, v, mask, mesh, schedule=schedule, kernel=case.kernel, scale=scale)
+    found = attend(q, k, v, mask, mesh, schedule=schedule, kernel=case.kernel, sinks=sinks, **options)
     found.backward(mine(dout, 0.0))
     pairs: dict[str, Any] = {"out": (found.detach(), out.detach())}
     grads: list[Any] = [t.grad for t in local]
     pairs |= {f"d{n}": (grad, t.grad) for n, grad, t in zip("qkv", grads, true, strict=True)}
     result = {name: relative(a[:, : len(at)], b[:, at], b) for name, (a, b) in pairs.items()}
+    if ts is not None and sinks is not None and sinks.grad is not None and ts.grad is not None:
+        share = sinks.grad.clone()
+        dist.all_reduce(share, group=mesh.sequence.group)
+        result["dsinks"] = relative(share, ts.grad)
     result["padding"] = max(float((grad[:, len(at) :] != 0).sum()) for grad in grads)
     return result
 
@@ -152,6 +181,9 @@ def gathered(heads: int, kv_heads: int, kernel: str) -> list[Case]:
         replace(base, tokens=1),
         replace(base, tokens=24, starts=(tuple(range(0, 24, 2)),)),  # nobody needs anything
         replace(base, tokens=130, starts=((0, 100),), head_dim=3, v_head_dim=5),
+        replace(base, starts=(odd,), window=20, sinks=True),
+        replace(base, window=40),
+        replace(base, window=1),
         replace(base, starts=(odd,), exchange="ring"),
     ]
 
@@ -186,8 +218,8 @@ def block_lse(replaced: str) -> Callable[[Mesh], Any]:
     def mistake(mesh: Mesh) -> Iterator[None]:
         right = Ring.backward
 
-        def backward(self: Ring, dout: Tensor, saved: Any, schedule: Any, scale: float) -> Any:
-            return right(Ring(_BlockFinal(self.kernel, replaced), self.axis), dout, saved, schedule, scale)  # type: ignore[arg-type]
+        def backward(self: Ring, dout: Tensor, saved: Any, schedule: Any, score: Any) -> Any:
+            return right(Ring(_BlockFinal(self.kernel, replaced), self.axis), dout, saved, schedule, score)  # type: ignore[arg-type]
 
         with patch.object(Ring, "backward", backward):
             yield

@@ -166,7 +166,7 @@ def test_nothing_travels_where_nobody_needs_anything(run_ranks: RunRanks) -> Non
 
 
 def test_only_needed_keys_travel(run_ranks: RunRanks) -> None:
-    (calls, mine), (_, theirs) = run_ranks(2, exchanges, Rows([[9, 9, 9, 9, 9, 9, 9, 5]]))
+    (calls, mine), (_, theirs) = run_ranks(2, exchanges, Rows([[9] * 31 + [5]]))
     assert calls == 2 * 3, "two layers: keys in forward, keys and their gradients in backward"
     assert 0 < sum(mine) + sum(theirs) < 6 * 9, "a part of one document"
 

@@ -53,8 +53,8 @@ def own_log_sum_exp() -> Any:
     right = Cpu.backward
 
     def backward(self: Cpu, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        *_, block, scale = rest
-        return right(self, dout, q, k, v, *self.forward(q, k, v, block, scale), block, scale)
+        *_, block, score = rest
+        return right(self, dout, q, k, v, *self.forward(q, k, v, block, score), block, score)
 
     return patch.object(Cpu, "backward", backward)
 
@@ -102,7 +102,7 @@ def nearest_only() -> Any:
     """Let no token see another, which leaks nothing and is wrong."""
     from longspan.attention.build import Attend
 
-    def attend(self: Attend, q: Tensor, k: Tensor, v: Tensor, schedule: Any, scale: float) -> Tensor:
+    def attend(self: Attend, q: Tensor, k: Tensor, v: Tensor, schedule: Any, score: Any, sinks: Any) -> Tensor:
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
     return patch.object(Attend, "__call__", attend)

@@ -145,30 +145,31 @@ def test_a_layout_refuses_pieces_that_do_not_divide_the_row(held: tuple[tuple[Pi
         Layout(8, 2, held=held)
 
 
+windows = st.none() | st.integers(1, 50)
 rows_of = st.lists(lengths, min_size=1, max_size=2)
 
 
-def batch(found: list[list[int]], ring: int, segments: bool) -> tuple[Mask, Layout]:
+def batch(found: list[list[int]], ring: int, segments: bool, window: int | None = None) -> tuple[Mask, Layout]:
     tokens = max(map(sum, found))
     found = [[*row, *([tokens - sum(row)] if sum(row) < tokens else [])] for row in found]
     starts = tuple(tuple(sum(row[:i]) for i in range(len(row))) for row in found)
     layout = segment_layout(tokens, starts[0], ring) if segments else Layout(tokens, ring)
-    return Mask(layout.length, starts), layout
+    return Mask(layout.length, starts, window), layout
 
 
 def sees(mask: Mask, row: int, query: int, key: int) -> bool:
     """Say whether a token sees another, from scratch."""
     assert mask.documents is not None
     same = all(not key < start <= query for start in mask.documents[row])
-    return key <= query and same
+    return key <= query and same and (mask.window is None or query - key < mask.window)
 
 
 @few
-@given(rows_of, st.integers(1, 5), st.booleans())
+@given(rows_of, st.integers(1, 5), st.booleans(), windows)
 def test_needs_are_what_queries_see_and_a_rank_does_not_have_before_them(
-    found: list[list[int]], ring: int, segments: bool
+    found: list[list[int]], ring: int, segments: bool, window: int | None
 ) -> None:
-    mask, layout = batch(found, ring, segments)
+    mask, layout = batch(found, ring, segments, window)
     assert mask.documents is not None
     needs = Needs.of(mask, layout)
     length, owners = layout.length, {}
@@ -196,10 +197,12 @@ def test_needs_are_what_queries_see_and_a_rank_does_not_have_before_them(
 
 
 @few
-@given(rows_of, st.integers(1, 5), st.booleans())
-def test_indices_lay_out_the_keys_of_each_run(found: list[list[int]], ring: int, segments: bool) -> None:
+@given(rows_of, st.integers(1, 5), st.booleans(), windows)
+def test_indices_lay_out_the_keys_of_each_run(
+    found: list[list[int]], ring: int, segments: bool, window: int | None
+) -> None:
     """Token numbers travel in place of keys."""
-    mask, layout = batch(found, ring, segments)
+    mask, layout = batch(found, ring, segments, window)
     needs, cpu = Needs.of(mask, layout), torch.device("cpu")
     ranks = [Gathering.of(mask, layout, i) for i in range(ring)]
     held = [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in needs.runs]
@@ -228,6 +231,13 @@ def test_short_documents_need_nothing_of_others() -> None:
     assert not plan.moves
     assert not plan.repacks
     assert plan.block.cu_q == plan.block.cu_k == (0, 4, 8, 12, 16)
+
+
+def test_a_window_moves_no_more_than_it_sees() -> None:
+    whole, window = (Needs.of(*batch([[400]], 2, segments=True, window=w)) for w in (None, 10))
+    assert [whole.remote, window.remote] == [200, 9], "one border on each rank, nine keys before it"
+    assert window.keys == 209
+    assert Gathering.of(*batch([[400]], 2, segments=True, window=10), 0).block.left == 9
 
 
 def test_keys_travel_in_chunks_of_heads_only_where_many_do() -> None:

@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
+from longspan.kernels.protocol import Score
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "num_items_in_batch"})
 """Keyword arguments that models hand to attention without expecting anything from it."""
 
 
+class Kind(NamedTuple):
+    """What tells attention calls apart for which kernels are picked: head dims of queries and values, and whether the
+    layer has a window or caps its scores."""
+
+    head_dim: int
+    v_head_dim: int
+    window: bool
+    softcap: bool
+
+
+@dataclass(frozen=True)
+class Window:
+    """Stands for a layer's mask: causal order within so many tokens, each token's own included."""
+
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Request:
     """One attention call of a layer: q [B, H, S, D], k [B, K, S, D], v [B, K, S, Dv] after RoPE, cast already where
-    autocast is on: who answers the call may do so later, outside of it."""
+    autocast is on: who answers the call may do so later, outside of it.
+
+    Args:
+        extra: further keyword arguments of the layer.
+        window: tokens that each token sees at most, itself included; None for all before it.
+        sinks: [H] scores that take a share of each head's softmax, with a gradient; or None.
+    """
 
     module: nn.Module
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
-    extra: dict[str, Any]
+    score: Score
+    extra: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What its kernel is picked by."""
+        return Kind(self.q.shape[-1], self.v.shape[-1], self.window is not None, self.score.softcap is not None)
 
     @property
     def layer(self) -> str:
@@ -38,6 +69,10 @@ class Request:
         if not q.dtype == k.dtype == v.dtype:
             raise ModelError(f"{self.layer} hands attention q, k, v of {q.dtype}, {k.dtype}, {v.dtype}.")
         return q, k, v
+
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """Return q [B, H, S, D], k and v, and the sinks if there are any."""
+        return (self.q, self.k, self.v) if self.sinks is None else (self.q, self.k, self.v, self.sinks)
 
     def query(self) -> Tensor:
         """Return q alone."""

@@ -14,7 +14,7 @@ from longspan.comm.exchange import units
 from longspan.comm.pending import Pending
 from longspan.comm.rows import exchange_rows
 from longspan.errors import BatchError
-from longspan.kernels.protocol import Kernel, wide
+from longspan.kernels.protocol import Kernel, Score, wide
 from longspan.mesh import Axis
 
 
@@ -35,14 +35,14 @@ class Gather:
     kernel: Kernel
     axis: Axis
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, score: Score) -> tuple[Tensor, Tensor]:
         """Attend from this rank's queries to all keys that they see.
 
         Args:
             q: [B, S/r, H, D]; k: [B, S/r, K, D]; v: [B, S/r, K, Dv].
 
         Returns:
-            out [B, S/r, H, Dv] in q's dtype; lse [1, H, B * S/r] in fp32 or wider, for `backward`.
+            out [B, S/r, H, Dv] in q's dtype, lse [B, H, S/r] in fp32 or wider.
 
         Cost: per chunk of heads one all-to-all of the keys and values that are needed elsewhere, and one copy of all
             keys and values on a rank that needs any; none of it where no rank needs any.
@@ -50,16 +50,17 @@ class Gather:
         walk = _Walk.over(self, schedule, q, k, v)
         q = _flat(q)
         if len(walk.spans) == 1:
-            out, lse = self.kernel.forward(q, *next(walk.operands()), walk.plan.block, scale)
+            out, lse = self.kernel.forward(q, *next(walk.operands()), walk.plan.block, score)
         else:
             out = q.new_empty(*q.shape[:-1], v.shape[-1])
             lse = q.new_empty(1, q.shape[2], q.shape[1], dtype=wide(q.dtype))
             for heads, operands in zip(walk.queries, walk.operands(), strict=True):
-                out[:, :, heads], lse[:, heads] = self.kernel.forward(q[:, :, heads], *operands, walk.plan.block, scale)
-        return out.view(*k.shape[:2], *out.shape[2:]), lse
+                out[:, :, heads], lse[:, heads] = self.kernel.forward(q[:, :, heads], *operands, walk.plan.block, score)
+        rows = k.shape[:2]
+        return out.view(*rows, *out.shape[2:]), lse[0].unflatten(1, rows).transpose(0, 1)
 
     def backward(
-        self, dout: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], schedule: Schedule, scale: float
+        self, dout: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], schedule: Schedule, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of this rank's tokens, in the operands' dtype or wider.
 
@@ -72,13 +73,13 @@ class Gather:
         q, k, v, out, lse = saved
         walk = _Walk.over(self, schedule, q, k, v)
         rows = k.shape[:2]
-        q, dout, out = _flat(q), _flat(dout), _flat(out)
+        q, dout, out, lse = _flat(q), _flat(dout), _flat(out), lse.transpose(0, 1).flatten(1)[None]
         grads: list[tuple[Tensor, ...]] = []
         returning: Pending[tuple[Tensor, Tensor]] | None = None
         for heads, (keys, values) in zip(walk.queries, walk.operands(), strict=True):
             final = (out[:, :, heads], lse[:, heads])
             dq, dkeys, dvalues = self.kernel.backward(
-                dout[:, :, heads], q[:, :, heads], keys, values, *final, walk.plan.block, scale
+                dout[:, :, heads], q[:, :, heads], keys, values, *final, walk.plan.block, score
             )
             del keys, values
             if returning is not None:

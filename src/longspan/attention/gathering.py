@@ -75,10 +75,11 @@ class Gathering:
         received = [needs.sent(other, ring_rank) for other in ranks]
         cu_q = tuple(offsets([run.stop - run.start for run in runs]))
         cu_k = tuple(offsets([run.stop - run.first for run in runs]))
+        left = None if mask.window is None else mask.window - 1
         return cls(
             rows=needs.shard * layout.ring // layout.length,
             keys=cu_k[-1],
-            block=Block(True) if len(runs) == 1 else Block(True, cu_q, cu_k),
+            block=Block(True, left=left) if len(runs) == 1 else Block(True, cu_q, cu_k, left),
             sends=tuple(sum(map(len, pieces)) for pieces in sent),
             receives=tuple(sum(map(len, pieces)) for pieces in received),
             moves=needs.remote > 0,

@@ -25,7 +25,7 @@ from longspan.bench.results import DONE, Results, Target
 from longspan.comm.exchange import to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
-from longspan.kernels.protocol import Kernel, Request
+from longspan.kernels.protocol import Kernel, Request, Score
 from longspan.kernels.select import pick
 from longspan.layout import Layout
 from longspan.mask import Mask
@@ -182,7 +182,7 @@ def attention_ms(mesh: Mesh, kernel: Kernel, mask: Mask, heads: Heads, times: in
     dout = _normal(1, layout.shard_tokens, heads.query, heads.dim, seed=3, device=device)
 
     def work() -> None:
-        torch.autograd.grad(attend(q, k, v, schedule, heads.dim**-0.5), (q, k, v), dout)
+        torch.autograd.grad(attend(q, k, v, schedule, Score(heads.dim**-0.5)), (q, k, v), dout)
 
     return median(rounds_ms(work, times, 2, device))
 
@@ -202,7 +202,7 @@ def _wrong_attention(mesh: Mesh, kernel: Kernel, name: str, heads: Heads, device
     expected = [out, *torch.autograd.grad(out, wide, whole[3].float())]
     at = torch.tensor(layout.indices(mesh.ulysses.rank), device=device)
     q, k, v = (t[:, at].contiguous().requires_grad_() for t in whole[:3])
-    mine = Attend(mesh, kernel)(q, k, v, Schedule.of(mask, layout, 0), heads.dim**-0.5)
+    mine = Attend(mesh, kernel)(q, k, v, Schedule.of(mask, layout, 0), Score(heads.dim**-0.5))
     found = [mine, *torch.autograd.grad(mine, (q, k, v), whole[3][:, at].contiguous())]
     errors = [
         float((got.detach().float() - want.detach()[:, at]).norm() / want.detach()[:, at].norm())

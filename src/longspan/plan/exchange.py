@@ -12,8 +12,8 @@ KvExchange = Literal["auto", "ring", "gather"]
 KV_EXCHANGES = ("auto", "ring", "gather")
 
 MOST_GATHERED = 4
-"""Keys that `auto` lets a kernel call hold at a time, in multiples of a rank's own of all heads. A ring's backward holds
-packets of keys and of their fp32 gradients that are about as large as twice a rank's own keys with theirs."""
+"""Keys that `auto` lets a kernel call hold at a time, in multiples of a rank's own of all heads. What a ring's backward
+holds, packets of keys and of their fp32 gradients, is about as large as twice a rank's own keys with theirs."""
 
 MOST_CHUNKS = 8
 """Most chunks of KV heads in which gathered keys travel."""

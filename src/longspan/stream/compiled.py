@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from longspan.attention.call import Request
 from longspan.errors import ModelError
-from longspan.kernels.protocol import wide
+from longspan.kernels.protocol import Score, wide
 from longspan.stream.calls import Answer
 from longspan.stream.graph import DifferentiableHalves
 from longspan.stream.halves import ROUTING, Halves
@@ -39,7 +39,7 @@ class Compiler:
     """
 
     backend: str
-    graphs: dict[Any, tuple[Graph, float]] = field(default_factory=dict)
+    graphs: dict[Any, tuple[Graph, Asked | None]] = field(default_factory=dict)
     joints: dict[Any, Joint | None] = field(default_factory=dict)
 
     @cached_property
@@ -51,16 +51,16 @@ class Compiler:
         return Compiler(self.backend)
 
     def graph(
-        self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], scale: list[float]
-    ) -> tuple[Graph, float]:
+        self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], asked: list[Asked]
+    ) -> tuple[Graph, Asked | None]:
         """Return the compiled function of these tensors, tracing it at its first use.
 
         Args:
-            scale: where tracing leaves the attention's scale, if it meets the attention.
+            asked: where tracing leaves what the layer asks of attention, if it meets the attention.
         """
         if key not in self.graphs:
             compiled = self._compiled(_traced(function, tensors))
-            self.graphs[key] = compiled, scale[0] if scale else 0.0
+            self.graphs[key] = compiled, asked[0] if asked else None
         return self.graphs[key]
 
     def joint(
@@ -84,6 +84,13 @@ def _traced(function: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return traced
+
+
+class Asked(NamedTuple):
+    """What a layer asks of attention besides its tensors: the same each time that its code runs."""
+
+    score: Score
+    window: int | None
 
 
 class CompiledHalves(Halves):
@@ -110,20 +117,22 @@ class CompiledHalves(Halves):
         return y, choices
 
     def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], wanted: str = "qkv") -> Request:
-        """Run the half before attention; of q, k and v only those `wanted` are computed."""
+        """Run the half before attention; of q, k and v only those `wanted` are computed, and sinks with all of them."""
         if x.shape[1] != self.tokens:
             return super().before(x, kwargs, names)
         plain = super().before
 
         def function(inputs: Inputs, x: Tensor) -> tuple[Tensor, ...]:
             request = plain(x, inputs.kwargs, names)
-            scale.append(request.scale)
-            return tuple(getattr(request, name) for name in wanted)
+            asked.append(Asked(request.score, request.window))
+            return request.differentiable() if wanted == "qkv" else tuple(getattr(request, name) for name in wanted)
 
-        scale: list[float] = []
-        results, found = self._run(("before", wanted), function, kwargs, [x], scale)
-        q, k, v = _named(results, wanted)
-        return Request(self.layer, q, k, v, found, {})  # type: ignore[arg-type]
+        asked: list[Asked] = []
+        results, found = self._run(("before", wanted), function, kwargs, [x], asked)
+        given = dict(zip([*wanted, "sinks"], results, strict=False))
+        assert found is not None
+        q, k, v = (given.get(name) for name in "qkv")
+        return Request(self.layer, q, k, v, found.score, window=found.window, sinks=given.get("sinks"))  # type: ignore[arg-type]
 
     def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None, Choices | None]:
         """Run the half after attention; the call it answers is not returned."""
@@ -217,28 +226,31 @@ class CompiledHalves(Halves):
         return self.compiler.joints[call.key], call
 
     def differentiate_before(
-        self, x: Tensor, kwargs: dict[str, Any], dqkv: Sequence[Tensor], need_x: bool, names: frozenset[str]
+        self, x: Tensor, kwargs: dict[str, Any], grads: Sequence[Tensor], need_x: bool, names: frozenset[str]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Differentiate the half before attention: gradients of x and of the parameters."""
+        """Differentiate the half before attention: gradients of x and of the parameters.
+
+        Args:
+            grads: of what `Request.differentiable` returns.
+        """
         plain = super().before
 
-        def half(kwargs: dict[str, Any], x: Tensor) -> list[Tensor]:
-            request = plain(x, kwargs, names)
-            return [request.q, request.k, request.v]
+        def function(inputs: Inputs, x: Tensor, *grads: Tensor) -> list[Tensor | None]:
+            def half(x: Tensor) -> list[Tensor]:
+                return list(plain(x, inputs.kwargs, names).differentiable()[: len(grads)])
 
-        def function(inputs: Inputs, x: Tensor, *dqkv: Tensor) -> list[Tensor | None]:
-            return inputs.gradients(lambda x: half(inputs.kwargs, x), [x], dqkv, need_x)
+            return inputs.gradients(half, [x], grads, need_x)
 
-        results, _ = self._run(("before'", need_x), function, kwargs, [x, *dqkv])
+        results, _ = self._run(("before'", need_x), function, kwargs, [x, *grads])
         dx, *rest = results
         return dx, rest
 
     def _run(
-        self, half: Any, function: Callable[..., Any], kwargs: dict[str, Any], tensors: list[Tensor], scale: Any = None
-    ) -> tuple[Any, float]:
+        self, half: Any, function: Callable[..., Any], kwargs: dict[str, Any], tensors: list[Tensor], asked: Any = None
+    ) -> tuple[Any, Asked | None]:
         call = self._call(half, function, kwargs, tensors)
         with torch.no_grad():
-            graph, found = self.compiler.graph(call.key, call.function, call.flow, scale)
+            graph, found = self.compiler.graph(call.key, call.function, call.flow, asked)
             return graph(*call.flow), found
 
     def _call(
@@ -369,11 +381,6 @@ def _refuse_random(traced: torch.fx.GraphModule) -> None:
 
 def _split(tensors: Sequence[Tensor], own: int, passed: int) -> tuple[Sequence[Tensor], ...]:
     return tensors[:own], tensors[own : own + passed], tensors[own + passed :]
-
-
-def _named(results: Sequence[Tensor], wanted: str) -> list[Tensor | None]:
-    found = dict(zip(wanted, results, strict=True))
-    return [found.get(name) for name in "qkv"]
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class StreamedCall(Protocol):
     balance: Balance | None
     names: frozenset[str]
 
-    def attend_in(self, layer: int) -> Attend:
+    def attend_in(self, layer: int, request: Request) -> Attend:
         """Return what a streamed layer attends with."""
         ...
 
@@ -132,7 +132,6 @@ class Streamed:
         )
 
     def _mixing(self, run: LayerRun, call: StreamedCall) -> Mixing:
-        attend = call.attend_in(self.index)
-        if call.shard.layout.ring == 1:
-            return PrefixMixing(run, attend, call.shard.tiles, call.shard.layout.length, call.passage.stash)
-        return WholeMixing(run, attend, call.shard.schedule, call.passage.stash)
+        attend_in = functools.partial(call.attend_in, self.index)
+        kind = PrefixMixing if call.shard.layout.ring == 1 else WholeMixing
+        return kind(run, attend_in, call.shard, call.passage.stash)

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.build import Attend
 from longspan.attention.call import Request
-from longspan.attention.schedule import Schedule
-from longspan.attention.ulysses import Ulysses
+from longspan.batch import Shard
 from longspan.comm.pending import Pending
 from longspan.plan.keep import Keep
 from longspan.plan.kept import Tier
+from longspan.stream.attending import AttendIn, Attending
 from longspan.stream.function import Mixing
-from longspan.stream.prefix import Prefix, Tiles
+from longspan.stream.prefix import Prefix
 from longspan.stream.run import Gradients, LayerRun, TileBackward
 from longspan.stream.settings import as_then
 from longspan.stream.stash import Stash
@@ -33,10 +32,9 @@ class PrefixMixing(Mixing):
     kept, and attention's forward if its output is not. Per tile two exchanges in forward and two or three in backward.
     """
 
-    def __init__(self, run: LayerRun, attend: Attend, tiles: Tiles, length: int, stash: Stash) -> None:
-        self.run, self.attend, self.tiles, self.length, self.stash = run, attend, tiles, length, stash
-        self.ulysses: Ulysses | None = None
-        self.scale = 0.0
+    def __init__(self, run: LayerRun, attend_in: AttendIn, shard: Shard, stash: Stash) -> None:
+        self.run, self.attend_in, self.shard, self.stash = run, attend_in, shard, stash
+        self.known: Attending | None = None
         self.counts: list[int] = []  # of the products that each tile keeps
 
     @as_then
@@ -82,15 +80,21 @@ class PrefixMixing(Mixing):
                 walk.before(index + 1)  # its gradients have travelled meanwhile
         walk.before(0)
 
-    def exchange(self, q: Tensor, k: Tensor) -> Ulysses:
-        """Return the layer's head exchange, known from its first tile on."""
-        self.ulysses = self.ulysses or self.attend.ulysses(q, k)
-        return self.ulysses
+    @property
+    def attending(self) -> Attending:
+        """How the layer attends, after its first tile."""
+        assert self.known is not None
+        return self.known
+
+    def learn(self, request: Request) -> Attending:
+        """Return how the layer attends, given the call of a tile."""
+        self.known = self.known or Attending.of(request, self.attend_in(request), self.shard, whole=False)
+        return self.known
 
     def new_prefix(self) -> Prefix:
         """Return empty keys and values."""
-        assert self.ulysses is not None
-        return Prefix(self.ulysses, self.attend.kernel, self.tiles, self.length)
+        how = self.attending
+        return Prefix(how.ulysses, how.attend.kernel, how.shard.tiles, how.shard.layout.length)
 
     def _kept(self, kept: tuple[Tensor, ...]) -> _Kept:
         """Sort what `forward` returned."""
@@ -202,17 +206,17 @@ class _Forward:
 
     def _send(self, index: int, request: Request) -> Pending[list[Tensor]]:
         q, k, v = request.operands()
-        exchange = self.mixing.exchange(q, k)
+        exchange = self.mixing.learn(request).ulysses
         if index == 0:
             self.prefix = self.mixing.new_prefix()
-        self.mixing.scale = request.scale
         return exchange.enter(q, k, v, borrow=self.keep is not Keep.PRODUCTS)
 
     def _attend(self, index: int, coming: Pending[list[Tensor]]) -> Pending[Tensor]:
         """Add a tile to the prefix and attend; its output is on its way back to the ranks of its tokens."""
         q, k, v = coming.wait()
         self.prefix.append(index, k, v)
-        out, lse = self.prefix.forward(index, q, self.mixing.scale)
+        out, lse = self.prefix.forward(index, q, self.mixing.attending.score)
+        lse = self.mixing.attending.absorb_(out, lse)
         if self.keep is Keep.PRODUCTS:
             self.queries.append(q)
         leaving = self.prefix.ulysses.leave(out)
@@ -239,11 +243,11 @@ class _Backward:
 
     def __init__(self, mixing: PrefixMixing, prefix: Prefix, kept: _Kept, gradients: Gradients) -> None:
         self.run, self.prefix, self.kept, self.gradients = mixing.run, prefix, kept, gradients
-        self.scale, self.stash = mixing.scale, mixing.stash
+        self.attending, self.stash = mixing.attending, mixing.stash
         self.queries = bool(kept.queries)
         self.tiles: dict[int, TileBackward] = {}
         self.coming: dict[int, tuple[Pending[list[Tensor]], Tensor]] = {}
-        self.leaving: dict[int, Pending[Any]] = {}
+        self.leaving: dict[int, tuple[Pending[Any], Tensor | None]] = {}
 
     def after(self, index: int) -> None:
         """Differentiate what follows the tile's attention; send off what its attention's backward needs."""
@@ -263,14 +267,16 @@ class _Backward:
         """Differentiate the tile's attention; send its gradients back."""
         coming, lse = self.coming.pop(index)
         q, out, dout = coming.wait()
-        parts = self.prefix.backward(index, dout, q, out, lse, self.scale)
-        self.leaving[index] = self.prefix.ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
+        parts = self.prefix.backward(index, dout, q, out, lse, self.attending.score)
+        leaving = self.prefix.ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
+        self.leaving[index] = leaving, self.attending.sinks_gradient(dout, out, lse)
 
     def before(self, index: int) -> None:
         """Differentiate what comes before the tile's attention."""
-        dqkv = self.leaving.pop(index).wait()
+        leaving, d_sinks = self.leaving.pop(index)
+        dqkv = leaving.wait()
         dtype = dqkv[0].dtype
-        self.tiles.pop(index).before([part.to(dtype) for part in dqkv])
+        self.tiles.pop(index).before([part.to(dtype) for part in dqkv], d_sinks)
 
 
 class WholeMixing(Mixing):
@@ -279,17 +285,15 @@ class WholeMixing(Mixing):
     Cost: a tile runs up to its attention twice in forward (the second time without it), and three times in backward.
     """
 
-    def __init__(self, run: LayerRun, attend: Attend, schedule: Schedule, stash: Stash) -> None:
-        self.run, self.attend, self.schedule, self.stash = run, attend, schedule, stash
-        self.exchange = attend.exchange(schedule)
-        self.scale = 0.0
+    def __init__(self, run: LayerRun, attend_in: AttendIn, shard: Shard, stash: Stash) -> None:
+        self.run, self.attend_in, self.shard, self.stash = run, attend_in, shard, stash
         self.counts: list[int] = []  # of the products that each tile keeps
-        self.ulysses: Ulysses | None = None
+        self.known: Attending | None = None
 
     @as_then
     def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
         """Fill y; return q, k and v of this rank's heads if kept, then out of its tokens and lse if kept."""
-        first = self.ulysses is None
+        first = self.known is None
         qkv = self._capture(x)
         out, lse = self._attend(*qkv)
         products: list[Tensor] = []
@@ -322,8 +326,9 @@ class WholeMixing(Mixing):
     @as_then
     def backward(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep, gradients: Gradients) -> None:
         """Inject with gradients, differentiate attention, capture with gradients."""
-        ulysses, run = self.ulysses, self.run
-        assert ulysses is not None
+        how, run = self.known, self.run
+        assert how is not None
+        ulysses = how.ulysses
         kept = self.stash.get(kept)
         with torch.no_grad():
             q, k, v = kept[-5:-2] if keep.has_kv else self._capture(x)
@@ -337,28 +342,33 @@ class WholeMixing(Mixing):
         del products, known, tile
         out, dout = ulysses.enter_queries(out, dout).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = self.exchange.backward(dout, saved, self.schedule, self.scale)
+        dq, dk, dv = how.exchange.backward(dout, saved, how.shard.schedule, how.score)
+        d_sinks = how.sinks_gradient(dout, out, lse)
         parts = (dq, ulysses.contract(dk), ulysses.contract(dv))
         dqkv = ulysses.leave_gradients(*(part.to(q.dtype) for part in parts)).wait()
         out_dtype = q.dtype
         del q, k, v, out, dout, saved, dq, dk, dv, parts
         for index, at in enumerate(run.tiles):
-            run.backward(index, gradients).before([part[:, at.start : at.stop].to(out_dtype) for part in dqkv])
+            cut = [part[:, at.start : at.stop].to(out_dtype) for part in dqkv]
+            run.backward(index, gradients).before(cut, d_sinks if index == 0 else None)
 
     def _capture(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of all tokens and this rank's heads."""
         parts = []
         for index, at in enumerate(self.run.tiles):
             request = self.run.before(index, x[:, at.start : at.stop])
-            self.scale = request.scale
+            self.known = self.known or Attending.of(request, self.attend_in(request), self.shard, whole=True)
             parts.append(request.operands())
         q, k, v = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
-        self.ulysses = self.attend.ulysses(q, k, self.schedule.parts)
-        q, k, v = self.ulysses.enter(q, k, v).wait()
+        assert self.known is not None
+        q, k, v = self.known.ulysses.enter(q, k, v).wait()
         return q, k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attend over the whole sequence -> out of this rank's tokens, lse of its heads."""
-        assert self.ulysses is not None
-        out, lse = self.exchange.forward(q, self.ulysses.expand(k), self.ulysses.expand(v), self.schedule, self.scale)
-        return self.ulysses.leave(out).wait(), lse
+        how = self.known
+        assert how is not None
+        ulysses = how.ulysses
+        out, lse = how.exchange.forward(q, ulysses.expand(k), ulysses.expand(v), how.shard.schedule, how.score)
+        lse = how.absorb_(out, lse)
+        return ulysses.leave(out).wait(), lse

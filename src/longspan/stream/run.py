@@ -83,10 +83,10 @@ class LayerRun:
         with self._ambient(index, x.device):
             return self._compiled.differentiate_after(x, self._routed(index), out, douts, **options)
 
-    def differentiate_before(self, index: int, x: Tensor, dqkv: Sequence[Tensor], need_x: bool) -> Any:
+    def differentiate_before(self, index: int, x: Tensor, grads: Sequence[Tensor], need_x: bool) -> Any:
         """See `CompiledHalves.differentiate_before`."""
         with self._ambient(index, x.device):
-            return self._compiled.differentiate_before(x, self._kwargs(index), dqkv, need_x, self.names)
+            return self._compiled.differentiate_before(x, self._kwargs(index), grads, need_x, self.names)
 
     @property
     def splits(self) -> bool:
@@ -223,8 +223,9 @@ class TileBackward(ABC):
         """Return a request with the tile's q, after `after(hold=True)`."""
 
     @abstractmethod
-    def before(self, dqkv: Sequence[Tensor]) -> None:
-        """Differentiate what comes before attention, given the gradients of q, k and v [B, t, heads, ...]."""
+    def before(self, dqkv: Sequence[Tensor], d_sinks: Tensor | None = None) -> None:
+        """Differentiate what comes before attention, given the gradients of q, k and v [B, t, heads, ...], and of the
+        sinks [H] where this tile is to count them."""
 
 
 class EagerTile(TileBackward):
@@ -248,13 +249,14 @@ class EagerTile(TileBackward):
         assert self.request is not None
         return self.request
 
-    def before(self, dqkv: Sequence[Tensor]) -> None:
-        """Differentiate q, k and v, running the tile up to them again unless they were held."""
+    def before(self, dqkv: Sequence[Tensor], d_sinks: Tensor | None = None) -> None:
+        """Differentiate q, k, v and sinks, running the tile up to them again unless they were held."""
         if self.leaf is None or self.request is None:
             self.leaf = self.gradients.leaf(self.at)
             self.request = self.run.before(self.index, self.leaf)
-        operands = self.request.operands()
-        self.gradients.add(self.at, self.leaf, operands, [d.to(o.dtype) for d, o in zip(dqkv, operands, strict=True)])
+        grads = _as_handed(dqkv, d_sinks)
+        outs = self.request.differentiable()[: len(grads)]
+        self.gradients.add(self.at, self.leaf, outs, [d.to(o.dtype) for d, o in zip(grads, outs, strict=True)])
 
 
 class CompiledTile(TileBackward):
@@ -277,12 +279,18 @@ class CompiledTile(TileBackward):
         """Compute q alone."""
         return self.run.before(self.index, self._x, "q")
 
-    def before(self, dqkv: Sequence[Tensor]) -> None:
+    def before(self, dqkv: Sequence[Tensor], d_sinks: Tensor | None = None) -> None:
         """Differentiate the half before attention."""
-        grads = [d.transpose(1, 2) for d in dqkv]
+        grads = _as_handed(dqkv, d_sinks)
         dx, parameters = self.run.differentiate_before(self.index, self._x, grads, self.gradients.need_x)
         self.gradients.put(self.at, dx, parameters)
 
     @property
     def _x(self) -> Tensor:
         return self.gradients.x[:, self.at.start : self.at.stop]
+
+
+def _as_handed(dqkv: Sequence[Tensor], d_sinks: Tensor | None) -> list[Tensor]:
+    """Return gradients in the shape in which the layer handed their tensors to attention."""
+    grads = [d.transpose(1, 2) for d in dqkv]
+    return grads if d_sinks is None else [*grads, d_sinks]

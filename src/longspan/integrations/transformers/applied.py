@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Kind
 from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
@@ -52,7 +53,7 @@ class Applied:
         parts: Parts,
         mesh: Mesh,
         plan: Plan,
-        attend: Attend,
+        attends: Mapping[Kind, Attend],
         memory: Memory,
         *,
         logits: bool,
@@ -61,7 +62,7 @@ class Applied:
     ) -> None:
         self.parts = parts
         self.model: PreTrainedModel = parts.model
-        self.mesh, self.plan, self.attend, self.memory = mesh, plan, attend, memory
+        self.mesh, self.plan, self.attends, self.memory = mesh, plan, attends, memory
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
         self.exchange = ExchangeRule()

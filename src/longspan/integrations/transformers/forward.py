@@ -48,7 +48,7 @@ class ForwardCall:
     def __init__(
         self, applied: Applied, shard: Shard, names: frozenset[str], shift_labels: Tensor | None, output: Output
     ) -> None:
-        self.shard, self.attend = shard, applied.attend
+        self.shard, self.attends = shard, applied.attends
         self.memory = applied.memory_of(shard)
         self.compiler = None if self.memory.compile is None else applied.compiler
         self.names, self.shift_labels, self.output = names, shift_labels, output
@@ -64,12 +64,23 @@ class ForwardCall:
         self.carry, self.balance, self.segment = Carry(), None, None
         return left
 
-    def attend_in(self, layer: int) -> Attend:
+    def attend_in(self, layer: int, request: Request) -> Attend:
         """Return what a streamed layer attends with."""
+        attend = self._attend(request)
         if not self.fitting:
-            return self.attend
+            return attend
         calls = _FIT_CALLS if layer == self.last else 0
-        return Attend(self.attend.mesh, FitKernel(self.attend.kernel, calls))
+        return Attend(attend.mesh, FitKernel(attend.kernel, calls))
+
+    def _attend(self, request: Request) -> Attend:
+        """Return what serves a call, as it was picked when the model was prepared."""
+        try:
+            return self.attends[request.kind]
+        except KeyError:
+            raise ModelError(
+                f"{request.layer} calls attention with {request.kind}, as no layer did when the model was prepared: "
+                "its settings were changed since. Call handle.remove() and prepare it again."
+            ) from None
 
     def attention(self, request: Request) -> Tensor:
         """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
@@ -82,7 +93,8 @@ class ForwardCall:
                     f"{request.layer} hands attention {name} {list(t.shape)}, expected [B={expected[0]}, "
                     f"{expected[1]} tokens, heads, head_dim]."
                 )
-        return self.attend(q, k, v, self.shard.schedule, request.scale)
+        schedule = self.shard.within(request.window).schedule
+        return self._attend(request)(q, k, v, schedule, request.score, request.sinks)
 
 
 _FIT_CALLS = 8

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Kind
 from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
@@ -90,7 +93,7 @@ def prepare(
     plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    applied = Applied(parts, axes, plan, Attend(axes, chosen), ways, **options)
+    applied = Applied(parts, axes, plan, {kind: Attend(axes, k) for kind, k in chosen.items()}, ways, **options)
     applied.settings, applied.operands, applied.exchange = settings, shapes, rule
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, shapes, plan))
@@ -100,28 +103,30 @@ def prepare(
 
 def _decide(
     parts: Parts, size: int, ulysses: int | None, ring: int | None, kernel: str
-) -> tuple[list[Shape], Degrees, Kernel, Plan]:
+) -> tuple[list[Shape], Degrees, dict[Kind, Kernel], Plan]:
     """Probe the model, and choose what serves every layer."""
     shapes, device = _probe(parts), parts.device
     degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
-    chosen, notes = _kernel(kernel, shapes, device)
+    chosen, notes = _kernels(kernel, shapes, device)
     reasons = (degrees.reason, *notes)
-    plan = Plan(size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", reasons)
+    names = "+".join(dict.fromkeys(kernel.name for kernel in chosen.values()))
+    plan = Plan(size, degrees.ulysses, degrees.ring, names, "tiled cross-entropy", reasons)
     return shapes, degrees, chosen, plan
 
 
 def _exchange_rule(
-    asked: KvExchange, shapes: list[Shape], degrees: Degrees, kernel: Kernel, device: torch.device
+    asked: KvExchange, shapes: list[Shape], degrees: Degrees, chosen: dict[Kind, Kernel], device: torch.device
 ) -> ExchangeRule:
-    """Return how exchanges are decided: by what the layers' heads and the kernel allow."""
+    """Return how exchanges are decided: by what the layers' heads and kernels allow."""
     splits = [HeadSplit(shape.heads, shape.kv_heads, degrees.ulysses) for shape in shapes]
     fewest = min(len(heads) for split in splits for heads in split.key)
-    asked_of = (
-        Request(device, _compute_dtype(shape.dtype, device), shape.head_dim, shape.v_head_dim, True, True)
-        for shape in shapes
-    )
-    refusals = (f"kernel '{kernel.name}': {why}" for request in asked_of if (why := kernel.refuses(request)))
-    return ExchangeRule(asked, fewest, next(refusals, None))
+    refusals = []
+    for kind, kernel in chosen.items():
+        dtype = _compute_dtype(next(shape.dtype for shape in shapes if shape.kind == kind), device)
+        demands = {"varlen": True, "bottom_right": True, "window": kind.window, "softcap": kind.softcap}
+        if why := kernel.refuses(Request(device, dtype, kind.head_dim, kind.v_head_dim, **demands)):
+            refusals.append(f"kernel '{kernel.name}': {why}")
+    return ExchangeRule(asked, fewest, refusals[0] if refusals else None)
 
 
 def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -218,17 +223,37 @@ def _node_size(device: torch.device) -> int | None:
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
-def _kernel(name: str, shapes: list[Shape], device: torch.device) -> tuple[Kernel, tuple[str, ...]]:
-    """Pick a kernel that serves every layer."""
-    kinds = {(shape.head_dim, shape.v_head_dim, shape.dtype) for shape in shapes}
-    packed = name in ("auto", "sdpa")
-    notes: tuple[str, ...] = ()
-    picked: dict[str, Kernel] = {}
-    for head_dim, v_head_dim, dtype in kinds:
+def _kernels(name: str, shapes: list[Shape], device: torch.device) -> tuple[dict[Kind, Kernel], tuple[str, ...]]:
+    """Pick a kernel for each kind of layer.
+
+    Raises:
+        KernelError: none, or not the one named, serves a kind; says which layers these are.
+    """
+    packed, notes = name in ("auto", "sdpa"), []
+    picked: dict[Kind, Kernel] = {}
+    for kind in dict.fromkeys(shape.kind for shape in shapes):
+        layers = [i for i, shape in enumerate(shapes) if shape.kind == kind]
+        dtype = shapes[layers[0]].dtype
         if name != "reference" and dtype != _compute_dtype(dtype, device):
-            dtype, notes = torch.bfloat16, ("fp32 weights: attention expects bf16 from autocast or FSDP2",)
-        kernel = pick(name, Request(device, dtype, head_dim, v_head_dim, varlen=packed))
-        picked[kernel.name] = kernel
-    if len(picked) > 1:
-        raise KernelError(f"The layers need different kernels ({', '.join(sorted(picked))}); name one that serves all.")
-    return next(iter(picked.values())), notes
+            dtype, notes = torch.bfloat16, ["fp32 weights: attention expects bf16 from autocast or FSDP2"]
+        demands = {"varlen": packed, "window": kind.window, "softcap": kind.softcap}
+        try:
+            picked[kind] = pick(name, Request(device, dtype, kind.head_dim, kind.v_head_dim, **demands))
+        except KernelError as error:
+            where = "" if len(layers) == len(shapes) else f"Layers {', '.join(map(str, layers))}: "
+            raise KernelError(f"{where}{error}") from None
+    return picked, (*_told(shapes, picked), *notes)
+
+
+def _told(shapes: list[Shape], picked: dict[Kind, Kernel]) -> Iterator[str]:
+    """Say what layers ask for besides causal attention, and which kernel serves whom if there are several."""
+    names = {kernel.name for kernel in picked.values()}
+    asked: dict[tuple[Any, ...], int] = Counter(
+        (shape.window, shape.score.softcap, shape.sinks, picked[shape.kind].name) for shape in shapes
+    )
+    for (window, softcap, sinks, kernel), count in asked.items():
+        words = [f"a window of {window} tokens"] * (window is not None) + [f"softcap {softcap}"] * (softcap is not None)
+        words += ["attention sinks"] * sinks
+        if words or len(names) > 1:
+            by = f" by kernel {kernel}" if len(names) > 1 else ""
+            yield f"{count} of {len(shapes)} layers {'with ' + ', '.join(words) if words else 'see everything'}{by}"

@@ -11,11 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from longspan.attention.call import Request
+from longspan.attention.call import Kind, Request
 from longspan.batch import CONTEXT
 from longspan.errors import LongspanError, ModelError
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.routers import ROUTER_LOGITS
+from longspan.kernels.protocol import Score
 
 _TOKENS = 5
 _ROW = 2  # has neighbours on both sides, so that mixing in either direction shows
@@ -24,13 +25,21 @@ _PART = 2  # where the tokens start that are also run by themselves
 
 @dataclass(frozen=True)
 class Shape:
-    """Operands of a layer's attention call."""
+    """Operands of a layer's attention call, and what else it asks for."""
 
     heads: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    score: Score
+    window: int | None = None
+    sinks: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """What its kernel is picked by."""
+        return Kind(self.head_dim, self.v_head_dim, self.window is not None, self.score.softcap is not None)
 
 
 @dataclass
@@ -198,7 +207,8 @@ def _hidden(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[T
 
 def _shape(request: Request) -> Shape:
     q, k, v = request.q, request.k, request.v
-    return Shape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype)
+    sizes = (q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype)
+    return Shape(*sizes, request.score, request.window, request.sinks is not None)
 
 
 def _moved(a: Tensor, b: Tensor, tolerance: float) -> set[int]:
