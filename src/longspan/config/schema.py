@@ -151,6 +151,12 @@ class RunConfig(Section):
     ring_degree: Int | None = _field(
         "Processes that pass keys and values on; null: chosen.", None, unit="processes", example=2, ge=1
     )
+    kv_exchange: Literal["auto", "ring", "gather"] = _field(
+        "With a ring_degree: 'ring' passes all keys and values on; 'gather' sends those that are needed elsewhere, and "
+        "divides a packed row by its documents; 'auto' decides for each batch.",
+        "auto",
+        example="gather",
+    )
     kernel: str = _field(
         "Attention kernel; `longspan doctor` lists what is usable here.", "auto", example="auto", min_length=1
     )

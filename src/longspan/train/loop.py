@@ -116,6 +116,7 @@ def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
         config.sequence_parallel_size,
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
+        kv_exchange=config.kv_exchange,
         kernel=config.kernel,
         memory="auto" if config.memory.keep == "auto" else Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
         grad_reduction=engine.grad_reduction,

@@ -244,8 +244,9 @@ def enable(
         trainer: a transformers Trainer on DDP, FSDP2 or a single process.
         sequence_parallel_size: ranks that share a sequence; None: the size of accelerate's `cp` axis.
         token_fields: names of further tensors [B, S, ...] in batches that the model takes.
-        options: of `longspan.prepare`: ulysses_degree, ring_degree, kernel, memory, sequence_parallel_in_eval, and
-            logits, without which compute_metrics, compute_loss_func, label smoothing and predict() are refused.
+        options: of `longspan.prepare`: ulysses_degree, ring_degree, kv_exchange, kernel, memory,
+            sequence_parallel_in_eval, and logits, without which compute_metrics, compute_loss_func, label smoothing
+            and predict() are refused.
 
     Raises:
         ConfigError: a setting of the trainer that would be wrong under sequence parallelism; says what works.

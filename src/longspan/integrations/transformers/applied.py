@@ -33,6 +33,7 @@ from longspan.loader import ShardedLoader
 from longspan.loss import LossOptions
 from longspan.mesh import Axis, Mesh
 from longspan.overrides import Overrides
+from longspan.plan.exchange import ExchangeRule
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
@@ -71,6 +72,7 @@ class Applied:
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
         self.logit_options = LossOptions()  # what the model makes of its head's output
+        self.exchange = ExchangeRule()
         self.stash = Stash(parts.device, memory.budget)
         self.automatic: Automatic | None = None
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
@@ -145,13 +147,17 @@ class Applied:
         _check_ids(self.parts.embedding, batch.get("input_ids"))
         if self.automatic is not None:
             self._settle(*batch_size(batch))
-        return (shard_batch if self.vision is None else self.vision.shard)(
+        part = (shard_batch if self.vision is None else self.vision.shard)(
             batch,
             self.mesh,
             num_items=num_items,
             token_fields=token_fields,
             tile_tokens=self.memory.tile_tokens if self.memory.streams else None,
+            exchange=self.exchange,
         )
+        if self.mesh.ring.size > 1:
+            self.plan = replace(self.plan, kv_exchange=str(part[CONTEXT].exchange))
+        return part
 
     def memory_of(self, shard: Shard) -> Memory:
         """Return how layers run on a part."""
