@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longspan.engines.mpu import MPU
 from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
 from longspan.errors import ConfigError, ModelError, TrainingError
+from longspan.plan.setup import Optimizer
 from longspan.weights import under_zero3
 
 SUPPORTED = ((0, 19, 8), (0, 20, 0))
@@ -82,6 +83,7 @@ class Zero:
             )
         self._model, self._mpu = model, MPU(prepared.mesh)
         self._in_bf16 = torch.bfloat16 in (_same_dtype(model), self._compute)
+        prepared.held_by(self.name, Optimizer.under_zero(self.stage, 2 if self._in_bf16 else 4))
         if self.stage == 3:
             let_stage3_gather(model, prepared.layers)
         self.module = Held(model)

@@ -21,7 +21,7 @@ from longspan.integrations.trainer.checks import check, chosen_size
 from longspan.integrations.trainer.model import FullBatch
 from longspan.integrations.trainer.replicas import Replicas
 from longspan.integrations.trainer.rows import EvaluationRows, Share, evaluation_rows, fingerprint, training_rows
-from longspan.integrations.trainer.zero import check_zero, let_zero3_gather_layers
+from longspan.integrations.trainer.zero import check_zero, let_zero_hold
 from longspan.integrations.transformers import Applied, prepare
 from longspan.mesh import Mesh
 from longspan.overrides import Overrides
@@ -271,7 +271,7 @@ def enable(
         trainer._move_model_to_device(trainer.model, device)
     handle = prepare(trainer.model, size, **options)
     if trainer.is_deepspeed_enabled:
-        let_zero3_gather_layers(trainer, handle)
+        let_zero_hold(trainer, handle)
     enabled = EnabledTrainer(trainer, handle, token_fields)
     enabled.settings = settings
     return enabled

@@ -32,6 +32,7 @@ from longspan.overrides import Overrides
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
+from longspan.plan.setup import Optimizer
 from longspan.stream.compiled import Compiler
 from longspan.stream.layer import Streamed
 from longspan.stream.passage import Passage
@@ -83,6 +84,11 @@ class Applied:
             self._stream()
         self.model._longspan_applied = self  # type: ignore[assignment]
         self.model.set_deepspeed_parallelism = DeepSpeedCheck(mesh, grad_reduction)  # type: ignore[assignment]
+
+    def held_by(self, engine: str, optimizer: Optimizer) -> None:
+        """Say who will hold parameters, and so many bytes of each; where memory is planned, it is planned for that."""
+        if self.automatic is not None:
+            self.automatic.held_by(engine, optimizer)
 
     def decide(self, automatic: Automatic) -> None:
         """Let what layers keep be decided for each length of rows."""
