@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -461,3 +462,52 @@ def test_what_is_planned_is_what_is_held(run_ranks: Any, stage: int, bf16: bool)
     if stage == 3 and bf16:
         assert planned["after step"] * 2 == pytest.approx(18)
     assert optimizer.name == "adamw"
+
+
+class Scaled(torch.optim.AdamW):
+    """Divides each parameter's gradient by its own norm: not a matter of elements alone."""
+
+
+def adopting(optimizer: type[torch.optim.Optimizer]) -> str:
+    with launched():
+        engine = Zero(1)
+        model = build()
+        handle = longspan.prepare(model, 2)
+        module = engine.wrap(model, handle)
+        try:
+            engine.adopt(optimizer(module.parameters(), lr=0.1), None)  # type: ignore[call-arg]
+        except ConfigError as error:
+            return str(error)
+        engine.close()
+        return ""
+
+
+def test_optimizers_that_need_whole_parameters_are_refused(run_ranks: Any) -> None:
+    """DeepSpeed steps flat slices of many parameters."""
+    assert run_ranks(2, adopting, torch.optim.AdamW) == ["", ""]
+    for kind in (torch.optim.Adafactor, Scaled):
+        for said in run_ranks(2, adopting, kind):
+            assert f"zero-1 cannot step {kind.__name__}" in said and "torch.optim.AdamW" in said and "fsdp2" in said
+
+
+def skipping(stage: int) -> tuple[bool, float, bool, bool]:
+    """Overflow a step; return whether DeepSpeed says it stepped, the norm, and whether weights moved or are lost."""
+    with launched():
+        run = Run(Case(stage, LAYOUTS["sp2 ulysses"]))
+        before = run.parameters()
+        batch = micro_batches(0, 1)[0]
+        run.stepping.begin(0.2)
+        with run.engine.accumulating(last=True):
+            run.engine.backward(run.module(**run.handle.shard(batch)).loss * float("inf"))
+        norm = float(run.stepping.norm())
+        after = run.parameters()
+        moved = any(not torch.equal(after[n], p) for n, p in before.items())
+        told = run.stepping.applied_early
+        run.engine.close()
+        return told, norm, moved, math.isfinite(norm)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_skipped_step_is_not_called_applied(run_ranks: Any, stage: int) -> None:
+    for told, _, moved, finite in run_ranks(2, skipping, stage):
+        assert told == moved and not finite

@@ -93,6 +93,11 @@ class StepsItself(Protocol):
         """Clip, step and drop the gradients, after the last backward; return their global norm before clipping."""
         ...
 
+    @property
+    def applied(self) -> bool:
+        """Whether the parameters have moved in the last `step`."""
+        ...
+
     def close(self) -> None:
         """Let go of the model."""
         ...

@@ -95,7 +95,16 @@ class Zero:
         Args:
             optimizer: of the parameters that `wrap` returned.
             max_norm: gradients of a larger global norm are scaled down; None: never.
+
+        Raises:
+            ConfigError: an optimizer that does not step each element by itself.
         """
+        if type(optimizer) not in _ELEMENTWISE:
+            raise ConfigError(
+                f"Engine {self.name} cannot step {type(optimizer).__name__}: DeepSpeed steps flat slices of many "
+                "parameters, which is the same only where each element steps by itself. Take torch.optim.AdamW (or "
+                "Adam, or SGD), or engine fsdp2."
+            )
         self._max_norm = max_norm
         engine, *_ = self._deepspeed.initialize(
             model=self._model, optimizer=optimizer, config=self.config(max_norm), mpu=self._mpu
@@ -145,9 +154,14 @@ class Zero:
         if self._clips_here:
             norm = clip_by_global_norm(self._model.parameters(), self._max_norm)
         self.engine.step()
-        if not self.engine.was_step_applied():
+        if not self.applied:
             return torch.tensor(float("inf"))
         return torch.as_tensor(self.engine.get_global_grad_norm() if norm is None else norm).detach()
+
+    @property
+    def applied(self) -> bool:
+        """Whether the last `step` was taken: DeepSpeed leaves out some whose gradients are not finite."""
+        return self.engine is not None and self.engine.was_step_applied()
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a parameter as it is trained: whole, and in float32 where DeepSpeed steps that. Collective."""
@@ -221,6 +235,8 @@ class Held(nn.Module):
             raise TrainingError("DeepSpeed steps itself: call adopt(optimizer, max_norm) before the first forward.")
         return engine(*args, **kwargs)
 
+
+_ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 _TAG = "step"
 
