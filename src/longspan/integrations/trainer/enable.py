@@ -7,7 +7,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class EnabledTrainer:
         self.trainer, self.handle = trainer, handle
         self.replicas = Replicas(handle.mesh, trainer.args.device)
         self.settings: tuple[object, ...] = ()
+        self.engine = ExitStack()  # undoes what was done for it
         self._overrides = Overrides()
         self._evaluating = self._taking = False
         self._rows: EvaluationRows | None = None
@@ -81,6 +82,7 @@ class EnabledTrainer:
         model = self.handle.model
         if isinstance(vars(model).get("_original_forward"), FullBatch):  # accelerate's note of what it wrapped
             del model._original_forward
+        self.engine.close()
         self._overrides.restore()
         self.handle.remove()
 
@@ -270,9 +272,9 @@ def enable(
     if next(trainer.model.parameters()).device.type != device.type:
         trainer._move_model_to_device(trainer.model, device)
     handle = prepare(trainer.model, size, **options)
-    if trainer.is_deepspeed_enabled:
-        let_zero_hold(trainer, handle)
     enabled = EnabledTrainer(trainer, handle, token_fields)
+    if trainer.is_deepspeed_enabled:
+        enabled.engine = let_zero_hold(trainer, handle)
     enabled.settings = settings
     return enabled
 
