@@ -267,6 +267,11 @@ class RunConfig(Section):
                 f"compute_dtype {self.compute_dtype} needs engine zero-1 to zero-3, as zero-0 does not give back the "
                 "parameters in float32"
             )
+        if self.adapter.dtype not in (None, dtype):
+            raise ValueError(
+                f"engine {self.engine} holds all parameters in one type, but adapter.dtype is {self.adapter.dtype} and "
+                f"model.dtype {dtype}: leave adapter.dtype out, or set engine to fsdp2"
+            )
         if dtype == "float64":
             raise ValueError(
                 f"engine {self.engine} computes in float32 or bfloat16, but model.dtype is {dtype}: set it to float32, "

@@ -37,6 +37,7 @@ from longspan.plan.exchange import ExchangeRule
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
+from longspan.plan.setup import Optimizer
 from longspan.recurrent.build import Recurrent
 from longspan.recurrent.select import pick_rule
 from longspan.stream.compiled import Compiler
@@ -97,6 +98,11 @@ class Applied:
             self._stream()
         self.model._longspan_applied = self  # type: ignore[assignment]
         self.model.set_deepspeed_parallelism = DeepSpeedCheck(mesh, grad_reduction)  # type: ignore[assignment]
+
+    def held_by(self, engine: str, optimizer: Optimizer) -> None:
+        """Say who will hold parameters, and so many bytes of each; where memory is planned, it is planned for that."""
+        if self.automatic is not None:
+            self.automatic.held_by(engine, optimizer)
 
     def decide(self, automatic: Automatic) -> None:
         """Let what layers keep be decided for each length of rows."""
