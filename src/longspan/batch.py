@@ -132,8 +132,7 @@ def shard_batch(
         num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches.
         token_fields: names of further tensors [B, S, ...] that are to be cut like the tokens.
         tile_tokens: tokens per tile in which layers run; under Ulysses alone, tiles are interleaved over the ranks.
-        axes: whether the model goes by positions along time, height and width: position_ids may then be [3, B, S], or
-            [4, B, S] with those of text in front.
+        axes: position_ids may be [3, B, S], of time, height and width, or [4, B, S] with those of text in front.
         exchange: decides how keys come to other ring ranks; gathered, a packed row is divided by its documents.
 
     Returns:
@@ -153,7 +152,6 @@ def shard_batch(
     _check_token_fields(batch, token_fields)
     names = {*_TOKEN_FIELDS, *token_fields}
     given = {name: _aligned(name, value, rows, length) for name, value in batch.items() if name in names}
-    part: dict[str, Any] = {name: cut(value, layout, mesh.sequence.rank) for name, value in given.items()}
     passed = _passed(batch, names)
     _refuse_cache(batch)
     shard = Shard(
@@ -170,7 +168,7 @@ def shard_batch(
         fingerprint=_fingerprint(tokens, documents),
         exchange=decision,
     )
-    part |= passed
+    part: dict[str, Any] = {name: shard.cut(value) for name, value in given.items()} | passed
     part["position_ids"] = documents.cut_positions(layout, mesh.sequence.rank).to(tokens.device)
     if labels is not None:
         part["shift_labels"] = shard.cut(labels, IGNORE_INDEX)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspan.attention.build import Attend
 from longspan.attention.call import Kind
@@ -21,6 +20,7 @@ from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.automatic import Automatic
+from longspan.integrations.transformers.config import use_attention
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
 from longspan.integrations.transformers.mixers import mixer_forwards, net_of
 from longspan.integrations.transformers.norm import NormForward
@@ -353,33 +353,6 @@ def _context(part: Mapping[str, Any] | Shard) -> Shard:
     if not isinstance(shard, Shard):
         raise BatchError("Pass the part that handle.shard returned.")
     return shard
-
-
-def own_config(model: nn.Module, config: PreTrainedConfig) -> None:
-    """Give a model a copy of its config: models made from one config object share it, and so their attention's name."""
-    own = copy.copy(config)
-    copies = {id(config): own}
-    for key in config.sub_configs:
-        copies[id(getattr(config, key))] = copy.copy(getattr(config, key))
-        setattr(own, key, copies[id(getattr(config, key))])
-    for module in model.modules():
-        module_config = vars(module).get("config")
-        if id(module_config) in copies:
-            module.config = copies[id(module_config)]  # type: ignore[assignment]
-
-
-def use_attention(trunk: PreTrainedModel, name: str) -> None:
-    """Switch the attention implementation of a model's text trunk; a vision tower keeps its own.
-
-    Raises:
-        ModelError: the trunk does not use the attention interface.
-    """
-    trunk.set_attn_implementation(name)
-    if trunk.config._attn_implementation != name:
-        raise ModelError(
-            f"{type(trunk).__name__} does not call its attention through transformers' attention interface, so "
-            "longspan cannot take part in it."
-        )
 
 
 class _Gather(torch.autograd.Function):

@@ -18,9 +18,10 @@ from longspan.attention.call import Kind
 from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
-from longspan.integrations.transformers.applied import Applied, own_config, use_attention
+from longspan.integrations.transformers.applied import Applied
 from longspan.integrations.transformers.attention import NAME, register
 from longspan.integrations.transformers.automatic import Automatic
+from longspan.integrations.transformers.config import own_config, use_attention
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
 from longspan.integrations.transformers.norm import norm_note
 from longspan.integrations.transformers.parts import Parts
@@ -56,8 +57,8 @@ def prepare(
 ) -> Applied:
     """Make a transformers causal language model compute on sequences divided over ranks, exactly.
 
-    Call it on every process, after PEFT and before DDP, fully_shard or deepspeed.initialize. The model's code and
-    weights stay as they are; `handle.remove()` undoes it. Calling it again with the same settings returns the handle.
+    Call it on every process, after PEFT and before DDP, fully_shard or deepspeed.initialize. `handle.remove()` undoes
+    it; calling it again with the same settings returns the handle.
 
     Args:
         model: the model, on its device, with weights.
@@ -73,11 +74,10 @@ def prepare(
 
     Raises:
         ModelError: the model, or a layer of it, is not understood well enough to be exact; names it.
-        TopologyError: degrees that the processes or heads cannot serve.
-        KernelError: no kernel can do it on this device.
+        TopologyError, KernelError: processes or heads cannot serve the degrees, or no kernel the model, on this device.
 
-    Cost: five forward passes on 5 tokens (eight for layers with experts), the process groups, a small all-reduce;
-        on GPUs of one node a quarter of a GiB of each for exchanges of heads by copy engines.
+    Cost: five forward passes on 5 tokens (eight for experts), the process groups, a small all-reduce; on GPUs of one
+        node a quarter of a GiB of each for exchanges of heads by copy engines.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
     settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh), kv_exchange)
@@ -95,8 +95,8 @@ def prepare(
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
     applied = Applied(parts, axes, plan, {kind: Attend(axes, k) for kind, k in chosen.items()}, ways, **options)
-    applied.settings, applied.operands, applied.logit_options = settings, probed.shapes, probed.logits
-    applied.exchange = rule
+    applied.settings, applied.exchange = settings, rule
+    applied.operands, applied.logit_options = probed.shapes, probed.logits
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
     _tell(plan)
