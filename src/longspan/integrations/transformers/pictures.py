@@ -102,11 +102,15 @@ class Pictures:
             starts = tuple(start for start in starts if start < length)
             for start, stop in zip(starts, (*starts[1:], length), strict=True):
                 at = slice(start, stop)
-                grids = [self._take(kind, done, types[row, at], f"Row {row}, tokens {start} to {stop}") for kind in (0, 1)]
+                grids = [
+                    self._take(kind, done, types[row, at], f"Row {row}, tokens {start} to {stop}") for kind in (0, 1)
+                ]
                 positions[:, row, at] = self._document(row, at, types, grids, batch)
             positions[:, row, length:] = positions[:, row, length - 1 : length]
         if done != [len(grids) for grids in self.grids]:
-            raise BatchError(f"{len(self.grids[0]) + len(self.grids[1]) - sum(done)} images have their tokens on padding.")
+            raise BatchError(
+                f"{len(self.grids[0]) + len(self.grids[1]) - sum(done)} images have their tokens on padding."
+            )
         return positions
 
     def _rows(self, kind: int) -> Tensor:
@@ -119,7 +123,8 @@ class Pictures:
                 f"{TYPES} is missing: positions of images along time, height and width are made from it. The processor "
                 "returns it beside input_ids; or pass position_ids [3, B, S]."
             )
-        wanted = sum((kind + 1) * (self.ids == token).long() for kind, token in enumerate(self.sight.tokens))
+        image, video = (self.ids == token for token in self.sight.tokens)
+        wanted = image.long() + 2 * video.long()
         if not isinstance(types, Tensor) or not torch.equal(types.to("cpu", torch.long), wanted):
             raise BatchError(
                 f"{TYPES} must be [{self.ids.shape[0]}, {self.ids.shape[1]}] with 1 for tokens {self.sight.tokens[0]} "
@@ -147,7 +152,9 @@ class Pictures:
             options[SECONDS] = batch[SECONDS][grids[1]]
         owner: Any = self.sight.owner
         try:
-            ids, _ = owner.get_rope_index(self.ids[row : row + 1, at], mm_token_type_ids=types[row : row + 1, at], **options)
+            ids, _ = owner.get_rope_index(
+                self.ids[row : row + 1, at], mm_token_type_ids=types[row : row + 1, at], **options
+            )
         except (RuntimeError, ValueError, TypeError, IndexError, StopIteration) as error:
             raise BatchError(
                 f"Row {row}, tokens {at.start} to {at.stop}: {type(owner).__name__} finds no positions for the images "
@@ -166,7 +173,13 @@ def _kind(batch: Mapping[str, Any], values: str, grid: str, sight: Sight) -> tup
         raise BatchError(f"{values} and {grid} describe the same images: pass both as tensors, or neither.")
     merge = sight.merge
     shapes = shapes.to("cpu", torch.long)
-    if shapes.dim() != 2 or shapes.shape[1] != 3 or not len(shapes) or int(shapes.min()) < 1 or (shapes[:, 1:] % merge).any():
+    if (
+        shapes.dim() != 2
+        or shapes.shape[1] != 3
+        or not len(shapes)
+        or int(shapes.min()) < 1
+        or (shapes[:, 1:] % merge).any()
+    ):
         raise BatchError(
             f"{grid} must be [n, 3]: frames, and patches along height and width in multiples of {merge}; got "
             f"{shapes.tolist() if shapes.numel() < 16 else list(shapes.shape)}."
