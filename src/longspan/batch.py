@@ -126,8 +126,7 @@ def shard_batch(
         num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches.
         token_fields: names of further tensors [B, S, ...] that are to be cut like the tokens.
         tile_tokens: tokens per tile in which layers run; under Ulysses alone, tiles are interleaved over the ranks.
-        axes: whether the model goes by positions along time, height and width: position_ids may then be [3, B, S], or
-            [4, B, S] with those of text in front.
+        axes: whether position_ids may be [3, B, S], along time, height and width, or [4, B, S], those of text in front.
 
     Returns:
         input_ids or inputs_embeds, position_ids and shift_labels of this rank, `use_cache=False`, and a `Shard` under
@@ -142,17 +141,12 @@ def shard_batch(
         _refuse_axes(batch.get("position_ids"))
     documents = Documents.find(batch, rows, length)
     layout = _layout(length, mesh, tile_tokens)
-    part: dict[str, Any] = {}
-    passed = []
     labels = _shifted_labels(batch, documents, rows, length)
-    known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
     _check_token_fields(batch, token_fields)
-    for name, value in batch.items():
-        if name in token_fields or name in _TOKEN_FIELDS:
-            part[name] = cut(_aligned(name, value, rows, length), layout, mesh.sequence.rank)
-        elif name not in known:
-            part[name] = _untouched(name, value)
-            passed.append(name)
+    known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
+    passed = {name: _untouched(name, value) for name, value in batch.items() if name not in known}
+    own = {name: _aligned(name, batch[name], rows, length) for name in (*_TOKEN_FIELDS, *token_fields) if name in batch}
+    part: dict[str, Any] = {name: cut(value, layout, mesh.sequence.rank) for name, value in own.items()} | passed
     _refuse_cache(batch)
     shard = Shard(
         mesh=mesh,
