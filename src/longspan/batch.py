@@ -137,17 +137,13 @@ def shard_batch(
     """
     tokens = _tokens(batch)
     rows, length = tokens.shape[:2]
-    if not axes:
-        _refuse_axes(batch.get("position_ids"))
+    _refuse_axes(None if axes else batch.get("position_ids"))
     documents = Documents.find(batch, rows, length)
     layout = _layout(length, mesh, tile_tokens)
     labels = _shifted_labels(batch, documents, rows, length)
-    _check_token_fields(batch, token_fields)
-    known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
-    passed = {name: _untouched(name, value) for name, value in batch.items() if name not in known}
+    passed = _passed(batch, token_fields)
     own = {name: _aligned(name, batch[name], rows, length) for name in (*_TOKEN_FIELDS, *token_fields) if name in batch}
     part: dict[str, Any] = {name: cut(value, layout, mesh.sequence.rank) for name, value in own.items()} | passed
-    _refuse_cache(batch)
     shard = Shard(
         mesh=mesh,
         layout=layout,
@@ -167,6 +163,14 @@ def shard_batch(
     part["use_cache"] = False
     part[CONTEXT] = shard
     return part
+
+
+def _passed(batch: Mapping[str, Any], token_fields: Sequence[str]) -> dict[str, Any]:
+    """Return the fields that are handed on as they are, and refuse those that cannot be."""
+    _check_token_fields(batch, token_fields)
+    _refuse_cache(batch)
+    known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
+    return {name: _untouched(name, value) for name, value in batch.items() if name not in known}
 
 
 def count_targets(batch: Mapping[str, Any]) -> int | Tensor:

@@ -91,8 +91,7 @@ def prepare(
     plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    attends = {kind: Attend(axes, kernel) for kind, kernel in chosen.items()}
-    applied = Applied(parts, axes, plan, attends, ways, **options)
+    applied = Applied(parts, axes, plan, {kind: Attend(axes, k) for kind, k in chosen.items()}, ways, **options)
     applied.settings, applied.operands, applied.logit_options = settings, probed.shapes, probed.logits
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
