@@ -310,7 +310,7 @@ def test_a_refused_model_is_one_line(mixing: Path) -> None:
 
 
 def test_a_row_for_the_table(tmp_path: Path) -> None:
-    preset_config("tiny-llama", num_attention_heads=2, num_key_value_heads=1).save_pretrained(tmp_path)
+    preset_config("tiny-llama", num_attention_heads=4, num_key_value_heads=1).save_pretrained(tmp_path)
     command = [sys.executable, "-m", "longspan", "check", "--row", "--model", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
