@@ -144,8 +144,7 @@ def shard_batch(
     """
     tokens = _tokens(batch)
     rows, length = tokens.shape[:2]
-    if not axes:
-        _refuse_axes(batch.get("position_ids"))
+    _refuse_axes(None if axes else batch.get("position_ids"))
     documents = Documents.find(batch, rows, length)
     layout, decision = _divide(documents, mesh, tile_tokens, exchange)
     labels = _shifted_labels(batch, documents, rows, length)

@@ -221,8 +221,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             },
         ),
         "tiny-moe": Preset("qwen3_moe", {**_TINY, **_TINY_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
-        "tiny-mixtral": Preset("mixtral", {**_TINY, **_SIX_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
-        "tiny-olmoe": Preset("olmoe", {**_TINY, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}),
+        "tiny-mixtral": Preset(
+            "mixtral",
+            {**_TINY, **_SIX_HEADS, "intermediate_size": 72, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+        "tiny-olmoe": Preset(
+            "olmoe",
+            {**_TINY, "intermediate_size": 72, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
+        ),
         "tiny-granite": Preset("granite", {**_TINY, "logits_scaling": 3.0, "residual_multiplier": 0.6}),
         "tiny-cohere2": Preset(
             "cohere2", {**_TINY, "layer_types": _SLIDING_FULL, "sliding_window": 24, "logit_scale": 0.5}

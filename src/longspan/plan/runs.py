@@ -73,7 +73,7 @@ class Costs:
         return (x, out, graph, more, again, *times)
 
     def longest(self, start: int) -> int:
-        """Return where a run that starts at a layer ends at the latest: the next layer's input may be no layer's output."""
+        """Return where a run from a layer on must end: the next layer's input may be no layer's output."""
         return start + 1 if start < self.setup.shape.edited else self.count
 
     @cached_property

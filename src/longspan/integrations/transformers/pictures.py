@@ -123,7 +123,8 @@ class Pictures:
                 f"{TYPES} is missing: positions of images along time, height and width are made from it. The processor "
                 "returns it beside input_ids; or pass position_ids [3, B, S]."
             )
-        wanted = sum((kind + 1) * (self.ids == token).long() for kind, token in enumerate(self.sight.tokens))
+        image, video = (self.ids == token for token in self.sight.tokens)
+        wanted = image.long() + 2 * video.long()
         if not isinstance(types, Tensor) or not torch.equal(types.to("cpu", torch.long), wanted):
             raise BatchError(
                 f"{TYPES} must be [{self.ids.shape[0]}, {self.ids.shape[1]}] with 1 for tokens {self.sight.tokens[0]} "

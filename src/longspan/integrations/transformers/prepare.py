@@ -199,9 +199,9 @@ def _check_model(parts: Parts) -> None:
     if shared := getattr(config, "num_kv_shared_layers", None):
         first = len(parts.layers) - shared
         raise ModelError(
-            f"{parts.layers_name}.{first} ({type(parts.layers[first]).__name__}) and all layers after it reuse the keys "
-            f"and values of earlier layers (num_kv_shared_layers={shared}); longspan supports layers with keys and "
-            "values of their own."
+            f"{parts.layers_name}.{first} ({type(parts.layers[first]).__name__}) and all layers after it reuse the "
+            f"keys and values of earlier layers (num_kv_shared_layers={shared}); longspan supports layers with "
+            "keys and values of their own."
         )
     for name in _ATTENTION_DROPOUTS:
         if dropout := getattr(config, name, None):

@@ -94,7 +94,9 @@ class Album:
             ends = torch.tensor([d["input_ids"].shape[1] for row in rows for d in row]).cumsum(0)
             return batch | {"cu_seqlens": F.pad(ends, (1, 0))}
         if self.borders == "[4, B, S]":
-            return batch | {"position_ids": torch.cat([torch.cat([_rows_of(self.family, d) for d in row], -1) for row in rows], 1)}
+            return batch | {
+                "position_ids": torch.cat([torch.cat([_rows_of(self.family, d) for d in row], -1) for row in rows], 1)
+            }
         return batch if bool(mask.all()) and self.borders is None else batch | {"attention_mask": mask}
 
     def targets(self) -> int:
@@ -154,4 +156,6 @@ def one_device(model: Any, albums: Sequence[Album]) -> tuple[float, dict[str, Te
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the gradients of what is trained, zero where there is none."""
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad}
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
+    }

@@ -47,7 +47,9 @@ def adapter_errors(family: str, trained: str) -> tuple[dict[str, float], bool]:
         album = Album(family, SEVERAL)
         _, wanted = one_device(model, [album])
         handle = longspan.prepare(model, 2, memory=Memory(4, Keep.X_O))
-        hook = handle.parts.sight.tower.register_forward_hook(lambda *a: graphs.append(a[-1].pooler_output.requires_grad))
+        sight = handle.parts.sight
+        assert sight is not None
+        hook = sight.tower.register_forward_hook(lambda *a: graphs.append(a[-1].pooler_output.requires_grad))
         model(**handle.shard(album.batch())).loss.backward()
         hook.remove()
         handle.reduce_gradients()
