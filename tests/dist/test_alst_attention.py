@@ -322,16 +322,17 @@ def test_batches_that_do_not_fit(run_ranks: Any) -> None:
 
 
 def bad_models() -> None:
-    from transformers import MistralConfig, Qwen3NextConfig
+    from transformers import Llama4TextConfig, Qwen3NextConfig
 
     positions = 8 * dist.get_rank() + torch.arange(8)[None]
     part = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "position_ids": positions}
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 9, "head_dim": 8, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    chunks: dict[str, Any] = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 16}
     dynamic: Any = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     linear: dict[str, Any] = {"layer_types": ["full_attention", "linear_attention"], "num_experts": 0, "linear_num_value_heads": 2}
     cases = [
-        ("asks attention for sliding_window", MistralConfig(**sizes, **heads, sliding_window=4)),
+        ("asks attention for chunks of 4 tokens", Llama4TextConfig(**sizes, **heads, **chunks)),
         ("rotary embeddings of type 'dynamic'", LlamaConfig(**sizes, **heads, rope_parameters=dynamic)),
         ("attention dropout 0.1", LlamaConfig(**sizes, **heads, attention_dropout=0.1)),
         ("layers of type 'linear_attention'", Qwen3NextConfig(**sizes, **heads, **linear, linear_num_key_heads=2)),

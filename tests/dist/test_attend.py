@@ -134,10 +134,10 @@ def errors(case: Case, mesh: Mesh) -> dict[str, float]:
     grads: list[Any] = [t.grad for t in local]
     pairs |= {f"d{n}": (grad, t.grad) for n, grad, t in zip("qkv", grads, true, strict=True)}
     result = {name: relative(a[:, : len(at)], b[:, at], b) for name, (a, b) in pairs.items()}
-    if ts is not None and sinks is not None and sinks.grad is not None and ts.grad is not None:
-        share = sinks.grad.clone()
+    if sinks is not None and ts is not None:
+        share: Any = torch.zeros_like(sinks) if sinks.grad is None else sinks.grad.clone()
         dist.all_reduce(share, group=mesh.sequence.group)
-        result["dsinks"] = relative(share, ts.grad)
+        result["dsinks"] = relative(share, ts.grad)  # type: ignore[arg-type]
     result["padding"] = max(float((grad[:, len(at) :] != 0).sum()) for grad in grads)
     return result
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -25,7 +26,7 @@ class Case:
     head_dim: int = 8
     v_head_dim: int = 8
     strides: str = "contiguous"
-    score: Score = Score(0.3)
+    score: Score = field(default_factory=partial(Score, 0.3))
 
     def operands(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v and dout in the strides that the case asks for."""

@@ -67,19 +67,29 @@ def gemma3n() -> Any:
     return made
 
 
+def windowed(layer: int, window: int) -> Any:
+    """A model of which one layer says it has a window of its own; by its mask, the second has one of 4 tokens."""
+    made = model(hf.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=4, layer_types=SLIDING))
+    made.model.layers[layer].self_attn.sliding_window = window
+    return made
+
+
+def other_sinks() -> Any:
+    made = model(hf.GptOssConfig(**SIZES, num_local_experts=2, layer_types=FULL, sliding_window=64))
+    made.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(3))
+    return made
+
+
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "sliding-window": (
-        lambda: model(hf.MistralConfig(**SIZES, sliding_window=4)),
-        r"MistralAttention of layer 0 asks attention for (sliding_window=4|a window or chunks of 4 tokens)",
+    "two-windows": (
+        lambda: windowed(1, 5),
+        r"Qwen3Attention of layer 1 asks attention for sliding_window=5, but its mask has a window of 4 tokens",
     ),
-    "alternating-window": (
-        lambda: model(hf.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=4, layer_types=SLIDING)),
-        r"Qwen3Attention of layer 1 asks attention for (sliding_window=4|a window or chunks of 4 tokens)",
+    "window-without-a-mask": (
+        lambda: windowed(0, 4),
+        r"Qwen3Attention of layer 0 asks attention for sliding_window=4, but its mask sees all tokens",
     ),
-    "window-in-the-mask-alone": (
-        lambda: model(hf.PhimoeConfig(**SIZES, num_local_experts=2, sliding_window=4)),
-        "PhimoeAttention of layer 0 asks attention for a window or chunks of 4 tokens",
-    ),
+    "window-of-nothing": (lambda: windowed(0, 0), r"layer 0 asks for sliding_window=0; a window is a whole number"),
     "chunks": (
         lambda: model(
             hf.Llama4TextConfig(
@@ -90,15 +100,11 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
                 interleave_moe_layer_step=9,
             )
         ),
-        "Llama4",
+        "Llama4TextAttention of layer 0 asks attention for chunks of 4 tokens that do not see each other",
     ),
-    "sinks": (
-        lambda: model(hf.GptOssConfig(**SIZES, num_local_experts=2, layer_types=FULL, sliding_window=64)),
-        r"GptOssAttention of layer 0 asks attention for s_aux=a tensor \[4\]",
-    ),
-    "softcap": (
-        lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, final_logit_softcapping=None)),
-        "Gemma2Attention of layer 0 asks attention for softcap=50.0",
+    "sinks-of-other-heads": (
+        other_sinks,
+        r"GptOssAttention of layer 0 has s_aux \[3\], not one sink for each",
     ),
     "logit-softcap": (
         lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, attn_logit_softcapping=None)),

@@ -1,7 +1,7 @@
 """Attention sinks: a score per head that takes its share of the softmax and has no value.
 
 They are no business of kernels. Given the output and log-sum-exp of a complete attention, a sink only shrinks the
-output and raises the log-sum-exp; kernels whose backward starts from these then return gradients that are exact with it.
+output and raises the log-sum-exp; kernels whose backward starts from these then return exact gradients.
 
 Source: GPT-OSS, whose `s_aux` they are.
 """

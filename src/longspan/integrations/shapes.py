@@ -61,7 +61,7 @@ def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> Mod
         raise ModelError(f"{name} cannot be planned: it has no head, embedding or list of decoder layers.")
     seen = operands or [None] * len(lists[0])
     layers = tuple(
-        _layer(layer, config, operand or _operands(config), _window(config, i))
+        _layer(layer, config, operand or _operands(config), layer_window(config, i))
         for i, (layer, operand) in enumerate(zip(lists[0], seen, strict=True))
     )
     inside = {id(p) for p in lists[0].parameters()}
@@ -149,7 +149,7 @@ def _weights(layer: nn.Module) -> tuple[list[tuple[str, nn.Parameter, int]], int
     return found, packed, packed_bytes
 
 
-def _window(config: Any, index: int) -> int | None:
+def layer_window(config: Any, index: int) -> int | None:
     """Return how far a layer sees back, where it does not see everything."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

@@ -6,6 +6,7 @@ figures marked as measured come from one Llama-3-8B layer and whole steps on H20
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,6 +81,14 @@ class Clock:
         hidden = setup.compiled and setup.ring == 1 and setup.tiles > 1
         return travel * (0.25 if hidden else 1.0) + self.memory_s(moved * RELAYOUT_PASSES)
 
+    def shifts(self, layer: LayerShape) -> int:
+        """Return how often a layer's keys travel around the ring in one direction.
+
+        A window reaches some pieces back; in a zigzag their ranks lie as far to either side.
+        """
+        others, piece = self.setup.ring - 1, self.setup.tokens / (2 * self.setup.ring)
+        return others if layer.window is None else min(others, 2 * math.ceil((layer.window - 1) / piece))
+
     def ring_s(self, layer: LayerShape) -> tuple[float, float]:
         """Return by how much a ring's shifts outlast the attention that hides them, forward and backward."""
         setup = self.setup
@@ -89,10 +98,10 @@ class Clock:
         crosses = setup.ulysses * setup.ring > setup.cluster.node_gpus
         rate = machine.network_gbs if crosses else machine.link_gbs
         numbers = setup.joined * setup.kv_heads(layer) * (layer.head_dim + layer.v_head_dim)
-        steps = setup.ring - 1
+        steps = self.shifts(layer)
         forward, backward = self.attention_s(layer)
         sent = numbers * steps * setup.itemsize / (rate * 1e9)
-        returned = numbers * setup.ring * 4 / (rate * 1e9)
+        returned = numbers * (steps + 1) * 4 / (rate * 1e9) if steps else 0.0
         return max(0.0, sent - forward), max(0.0, sent + returned - backward)
 
     @property

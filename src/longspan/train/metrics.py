@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from longspan.integrations.shapes import layer_window
 from longspan.mesh import Mesh
 from longspan.stream.quantized import packed_size
 
@@ -70,18 +72,22 @@ class Work:
         parameters: weights that a token is multiplied with, embedding look-ups left out, chosen experts only.
         frozen: those of them that get no gradient.
         attention_width: sum over layers of heads x (query width + value width).
+        windows: for windows in tokens, the same sum over the layers that see so many; they are not in attention_width.
     """
 
     parameters: int
     attention_width: int
     frozen: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
 
     def flops(self, documents_tokens: Sequence[int]) -> float:
         """Count forward and backward of these documents: 6 per weight and token, 4 if it is frozen, and attention to
         what is visible."""
         tokens = sum(documents_tokens)
-        pairs = sum(n * n for n in documents_tokens) / 2
-        return (6.0 * self.parameters - 2.0 * self.frozen) * tokens + 6.0 * self.attention_width * pairs
+        attention = self.attention_width * sum(n * n for n in documents_tokens) / 2
+        for window, width in self.windows:
+            attention += width * sum(n * n / 2 if n <= window else window * (n - window / 2) for n in documents_tokens)
+        return (6.0 * self.parameters - 2.0 * self.frozen) * tokens + 6.0 * attention
 
 
 def model_work(model: nn.Module, config: Any) -> Work | None:
@@ -90,9 +96,8 @@ def model_work(model: nn.Module, config: Any) -> Work | None:
     Args:
         config: the Hugging Face config of the text model.
     """
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return None
-    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+    known = ("full_attention", "sliding_attention")
+    if any(kind not in known for kind in getattr(config, "layer_types", None) or ()):
         return None
     experts: int = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     chosen: int = getattr(config, "num_experts_per_tok", None) or 1
@@ -111,7 +116,9 @@ def model_work(model: nn.Module, config: Any) -> Work | None:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     query = getattr(config, "qk_head_dim", None) or width
     value = getattr(config, "v_head_dim", None) or width
-    return Work(parameters, config.num_hidden_layers * heads * (query + value), frozen)
+    layers = Counter(layer_window(config, i) for i in range(config.num_hidden_layers))
+    windows = tuple((window, count * heads * (query + value)) for window, count in layers.items() if window is not None)
+    return Work(parameters, layers[None] * heads * (query + value), frozen, windows)
 
 
 def peak_flops(device: torch.device) -> float | None:

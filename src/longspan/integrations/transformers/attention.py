@@ -71,7 +71,7 @@ def masked(request: Request, mask: Any) -> Request:
     go by one or the other, so the two must agree.
 
     Args:
-        mask: what the model was given for a mask by `_no_mask`.
+        mask: what the model was given for a mask by `mask_stand_in`.
 
     Raises:
         ModelError: they do not, or the mask is something else.
@@ -96,7 +96,7 @@ def masked(request: Request, mask: Any) -> Request:
 def register() -> None:
     """Make the function known to transformers under `NAME`. It holds no state: each call brings its own."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, mask_stand_in)
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ class Refused:
     told: str
 
 
-def _no_mask(
+def mask_stand_in(
     *, local_size: int | None = None, use_vmap: bool = False, config: Any = None, **kwargs: Any
 ) -> Window | Refused | None:
-    """Build no mask: borders and padding travel in the batch's own context.
+    """Return what stands for a mask, of which none is built: borders and padding are known from elsewhere.
 
     Models make the masks of all their kinds of layers, used or not, and some say nowhere else that a layer sees a
     window, so what is more than causal is marked for the layers that get it.
