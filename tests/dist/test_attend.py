@@ -106,7 +106,7 @@ def errors(case: Case, mesh: Mesh) -> dict[str, float]:
     scale = 0.7 * case.head_dim**-0.5
     layout = case.layout(mesh.ring.size, mesh.ulysses.size)
     shapes = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.v_head_dim)]
-    options = {"softcap": case.softcap}
+    options: dict[str, Any] = {"softcap": case.softcap}
     make = torch.Generator().manual_seed(case.tokens)
     full = [torch.randn(case.rows, case.tokens, *s, generator=make, dtype=torch.float64) for s in shapes]
     dout = torch.randn(case.rows, case.tokens, case.heads, case.v_head_dim, generator=make, dtype=torch.float64)
