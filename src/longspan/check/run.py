@@ -27,11 +27,13 @@ from longspan.check.compare import (
     relative,
 )
 from longspan.check.float64 import float64_throughout
+from longspan.check.images import with_images
 from longspan.check.reference import Truth, evaluating, truth_of
 from longspan.check.samples import Sample, samples
 from longspan.check.settings import Settings
 from longspan.check.trial import Trial, trial
 from longspan.errors import ConfigError
+from longspan.integrations.multimodal import sight_of, text_vocabulary
 from longspan.integrations.random_weights import (
     chooses_rope_by_length,
     few_layers,
@@ -81,7 +83,7 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
     heads = getattr(text, "num_attention_heads", None) or 1
     tokens = _tokens(settings, heads, getattr(text, "max_position_embeddings", None), device)
     with float64_throughout() if precision is FLOAT64 else contextlib.nullcontext():
-        bench = _bench(config, _samples(settings, tokens, text.vocab_size), precision, device)
+        bench = _bench(config, _samples(settings, tokens, text_vocabulary(config)), precision, device)
         plans: list[Plan] = []
         cases: list[Case] = []
         for ulysses, ring in _degrees(settings, heads):
@@ -176,6 +178,8 @@ def _bench(config: Any, made: list[Sample], precision: Precision, device: torch.
     """Build the model everywhere, and on the first rank find the truth of every sample."""
     model = random_model(config, precision.dtype, device)
     model.train()
+    if (sight := sight_of(model)) is not None:
+        made = [with_images(sample, sight) for sample in made]
     shows_length = chooses_rope_by_length(config)
     truths: list[Truth] = []
     baselines: list[Errors] = []
@@ -253,7 +257,7 @@ def _of_all_ranks(loss: Tensor) -> Sequence[float]:
 
 def _moved(ready: Trial, sample: Sample, bench: Bench) -> tuple[int, float]:
     """Change one token in each of a few documents; return the logits that leaked and the least share that followed."""
-    vocabulary = ready.handle.model.config.get_text_config().vocab_size
+    vocabulary = text_vocabulary(ready.handle.model.config)
     leaked, followed = 0, 1.0
     with evaluating(ready.module):
         before = _logits(ready, sample.batch)
