@@ -215,3 +215,11 @@ def test_the_check_goes_red_for(run_ranks: RunRanks, mistake: str) -> None:
     """On 3 ranks, which is beyond 2 key heads, of a row whose documents go on from rank to rank."""
     for wrong in run_ranks(3, all_errors, [Case("qwen3-next", (3, 1), mistake=mistake)]):
         assert max(error for _, _, error in wrong) > 1e-4
+
+
+@pytest.mark.parametrize(("degrees", "keep"), [("u2", Keep.PRODUCTS), ("r2", Keep.X_O), ("u4", Keep.X_O_KV)])
+def test_compiled_tiles(run_ranks: RunRanks, degrees: str, keep: Keep) -> None:
+    """The last tile of each rank is smaller, and runs as it is."""
+    case = Case("qwen3.5", DEGREES[degrees], Memory(9, keep, "eager"))
+    for wrong in run_ranks(case.size, all_errors, [case], timeout_s=300):
+        assert not wrong
