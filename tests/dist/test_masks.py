@@ -20,13 +20,15 @@ from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
 from longspan.batch import Shard
+from longspan.check.float64 import float64_throughout
 from longspan.kernels.protocol import Score
 from longspan.layout import Layout
 from longspan.plan.keep import Keep, Memory
 from longspan.stream import attending as attending_module
 from longspan.stream.prefix import Tiles
-from models import WINDOW, Rows, WideMode, build, one_device
+from models import WINDOW, Rows, build
 from pool import RunRanks
+from steps import truth_of
 from test_parity import Errors, compare, exact, worst
 
 pytestmark = pytest.mark.dist
@@ -42,6 +44,8 @@ MEMORIES = {
     "x": Memory(1000, Keep.X),
     "x, none": Memory(4, (Keep.X, Keep.NONE, Keep.NONE)),
     "x+O, O": Memory(4, (Keep.X_O, Keep.OUT, Keep.OUT)),
+}
+COMPILED = {
     "compiled": Memory(3, Keep.X_O, "eager"),
     "compiled, x+O+KV": Memory(4, Keep.X_O_KV, "eager"),
     "products": Memory(3, Keep.PRODUCTS, "eager"),
@@ -65,7 +69,7 @@ class Case:
 
     def ways(self, layers: int) -> Memory:
         """Return how the layers run, for so many of them."""
-        memory = MEMORIES[self.memory]
+        memory = (MEMORIES | COMPILED)[self.memory]
         if memory.tile_tokens == FULL_TILE:
             tokens = max(sum(row) for row in ROWS[self.rows].documents)
             return replace(memory, tile_tokens=Layout(tokens, *DEGREES[self.degrees][::-1]).shard_tokens)
@@ -74,10 +78,10 @@ class Case:
 
 def errors(case: Case, mistake: str | None = None) -> Errors:
     """Return the relative errors of the loss and of each gradient."""
-    model, rows = build(case.family), ROWS[case.rows]
-    ulysses, ring = DEGREES[case.degrees]
-    with WideMode():
-        loss, wanted, _ = one_device(model, [rows])
+    rows, (ulysses, ring) = ROWS[case.rows], DEGREES[case.degrees]
+    with float64_throughout():
+        model = build(case.family)
+        truth = truth_of(model, [[rows]])
         with MISTAKES[mistake]() if mistake else nullcontext():
             handle = longspan.prepare(
                 model, case.ranks, ulysses_degree=ulysses, ring_degree=ring, memory=case.ways(len(model.model.layers))
@@ -85,7 +89,7 @@ def errors(case: Case, mistake: str | None = None) -> Errors:
             out = model(**handle.shard(rows.batch()))
             out.loss.backward()
             handle.reduce_gradients()
-    return compare(model, wanted) | {"loss": apart(float(out.loss.detach()), loss)}
+    return compare(model, truth.gradients) | {"loss": apart(float(out.loss.detach()), truth.loss)}
 
 
 def all_errors(cases: list[Case]) -> list[Errors]:
@@ -94,7 +98,8 @@ def all_errors(cases: list[Case]) -> list[Errors]:
 
 def check(run_ranks: RunRanks, cases: list[Case]) -> None:
     """Run cases of the same degrees, and check each on all ranks."""
-    for case, found in zip(cases, zip(*run_ranks(cases[0].ranks, all_errors, cases), strict=True), strict=True):
+    results = run_ranks(cases[0].ranks, all_errors, cases, timeout_s=200)
+    for case, found in zip(cases, zip(*results, strict=True), strict=True):
         assert exact(found), (case, worst(found))
 
 
@@ -113,6 +118,12 @@ def test_streamed_layers_equal_one_device(run_ranks: RunRanks, family: str, degr
     for _ in range(FAMILIES.index(family) + list(DEGREES).index(degrees)):
         next(turn)
     check(run_ranks, [Case(family, next(turn), degrees, memory) for memory in MEMORIES if memory != "graph"])
+
+
+@pytest.mark.parametrize("memory", COMPILED)
+@pytest.mark.parametrize(("family", "degrees"), [("gpt-oss", "u2"), ("gpt-oss", "r2"), ("gemma2", "u2")])
+def test_compiled_layers_equal_one_device(run_ranks: RunRanks, family: str, degrees: str, memory: str) -> None:
+    check(run_ranks, [Case(family, "packed", degrees, memory)])
 
 
 def moved_by(token: int, model: Any, handle: Any) -> list[int]:
