@@ -12,7 +12,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan"
 LAYERS = [
-    {"errors", "config", "layout", "mask", "documents", "overrides", "weights"},
+    {"errors", "config", "layout", "mask", "segments", "needs", "documents", "overrides", "weights"},
     {"plan", "mesh", "comm", "kernels"},
     {
         "attention",

@@ -151,6 +151,12 @@ class RunConfig(Section):
     ring_degree: Int | None = _field(
         "Processes that pass keys and values on; null: chosen.", None, unit="processes", example=2, ge=1
     )
+    kv_exchange: Literal["auto", "ring", "gather"] = _field(
+        "With a ring_degree: 'ring' passes all keys and values on; 'gather' sends those that are needed elsewhere, and "
+        "divides a packed row by its documents; 'auto' decides for each batch.",
+        "auto",
+        example="gather",
+    )
     kernel: str = _field(
         "Attention kernel; `longspan doctor` lists what is usable here.", "auto", example="auto", min_length=1
     )
@@ -260,6 +266,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"compute_dtype {self.compute_dtype} needs engine zero-1 to zero-3, as zero-0 does not give back the "
                 "parameters in float32"
+            )
+        if self.adapter.dtype not in (None, dtype):
+            raise ValueError(
+                f"engine {self.engine} holds all parameters in one type, but adapter.dtype is {self.adapter.dtype} and "
+                f"model.dtype {dtype}: leave adapter.dtype out, or set engine to fsdp2"
             )
         if dtype == "float64":
             raise ValueError(

@@ -33,7 +33,7 @@ class Stepping(Protocol):
 
     @property
     def applied_early(self) -> bool:
-        """Whether a step is in the parameters before its norm is known."""
+        """Whether the step whose norm has just been told is in the parameters already."""
         ...
 
 
@@ -70,8 +70,6 @@ class StepByEngine:
         max_norm: gradients of a larger global norm are scaled down to it; None: never.
     """
 
-    applied_early = True
-
     def __init__(self, optimizer: torch.optim.Optimizer, engine: StepsItself, max_norm: float | None) -> None:
         self.optimizer, self._engine = optimizer, engine
         engine.adopt(optimizer, max_norm)
@@ -86,6 +84,11 @@ class StepByEngine:
 
     def finish(self) -> None:
         """Do nothing: the step has been taken."""
+
+    @property
+    def applied_early(self) -> bool:
+        """Whether the engine has stepped, which it may leave out where gradients are not finite."""
+        return self._engine.applied
 
 
 class StepInBackward:

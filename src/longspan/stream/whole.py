@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.ring import Ring
 from longspan.batch import Shard
 from longspan.plan.keep import Keep
 from longspan.recurrent.build import Recurrent, Share
@@ -137,7 +136,7 @@ class WholeAttention(WholeMixing):
         """Attend over the whole sequence -> out of this rank's tokens, lse of its heads."""
         (q, k, v), how = operands, self._how
         ulysses = how.ulysses
-        out, lse = self._ring.forward(q, ulysses.expand(k), ulysses.expand(v), how.shard.schedule, how.score)
+        out, lse = how.exchange.forward(q, ulysses.expand(k), ulysses.expand(v), how.shard.schedule, how.score)
         lse = how.absorb_(out, lse)
         return ulysses.leave(out).wait(), lse
 
@@ -147,7 +146,7 @@ class WholeAttention(WholeMixing):
         ulysses = how.ulysses
         out, dout = ulysses.enter_queries(out, dout).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = self._ring.backward(dout, saved, how.shard.schedule, how.score)
+        dq, dk, dv = how.exchange.backward(dout, saved, how.shard.schedule, how.score)
         d_sinks = how.sinks_gradient(dout, out, lse)
         parts = (dq, ulysses.contract(dk), ulysses.contract(dv))
         dqkv = ulysses.leave_gradients(*(part.to(q.dtype) for part in parts)).wait()
@@ -157,10 +156,6 @@ class WholeAttention(WholeMixing):
     def _how(self) -> Attending:
         assert self.known is not None
         return self.known
-
-    @property
-    def _ring(self) -> Ring:
-        return Ring(self._how.attend.kernel, self._how.attend.mesh.ring)
 
 
 class WholeRecurrence(WholeMixing):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import longspan
 from longspan.config import RunConfig
-from longspan.engines import Engine, build_engine
+from longspan.engines import Engine, StepsItself, build_engine
 from longspan.errors import ConfigError, TrainingError
 from longspan.integrations.adapters import add_adapter, is_adapted
 from longspan.integrations.models import build_model
@@ -58,6 +58,11 @@ class Trainee:
         """Axes of the run."""
         return self.handle.mesh
 
+    def close(self) -> None:
+        """Have the engine let go of the model, if it holds more of it than torch knows."""
+        if isinstance(self.engine, StepsItself):
+            self.engine.close()
+
 
 def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None) -> Path:
     """Train as told and return the output folder; every process of the run calls this.
@@ -87,15 +92,16 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
         seed=config.seed,
     )
     todo = itertools.islice(steps(corpus, recipe, trainee.mesh.data.rank), config.max_steps)
-    with progress or nullcontext():
-        for number, step in enumerate(todo, 1):
-            row = _run_step(trainee, step, number, config)
-            if progress is not None:
-                file.write(row)
-                progress.step(row)
-    if config.save.final:
-        write = writer(trainee.model, tokenizer, config)
-        save_model(trainee.model, output_dir / MODEL, write, trainee.engine.whole, trained=is_adapted(trainee.model))
+    with closing(trainee):
+        with progress or nullcontext():
+            for number, step in enumerate(todo, 1):
+                row = _run_step(trainee, step, number, config)
+                if progress is not None:
+                    file.write(row)
+                    progress.step(row)
+        if config.save.final:
+            model, write = trainee.model, writer(trainee.model, tokenizer, config)
+            save_model(model, output_dir / MODEL, write, trainee.engine.whole, trained=is_adapted(model))
     return output_dir
 
 
@@ -116,6 +122,7 @@ def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
         config.sequence_parallel_size,
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
+        kv_exchange=config.kv_exchange,
         kernel=config.kernel,
         memory="auto" if config.memory.keep == "auto" else Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
         grad_reduction=engine.grad_reduction,

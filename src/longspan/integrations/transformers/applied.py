@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspan.attention.build import Attend
 from longspan.attention.call import Kind
@@ -21,6 +20,7 @@ from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.automatic import Automatic
+from longspan.integrations.transformers.config import use_attention
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
 from longspan.integrations.transformers.mixers import mixer_forwards, net_of
 from longspan.integrations.transformers.norm import NormForward
@@ -33,9 +33,11 @@ from longspan.loader import ShardedLoader
 from longspan.loss import LossOptions
 from longspan.mesh import Axis, Mesh
 from longspan.overrides import Overrides
+from longspan.plan.exchange import ExchangeRule
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
+from longspan.plan.setup import Optimizer
 from longspan.recurrent.build import Recurrent
 from longspan.recurrent.select import pick_rule
 from longspan.stream.compiled import Compiler
@@ -71,6 +73,7 @@ class Applied:
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
         self.logit_options = LossOptions()  # what the model makes of its head's output
+        self.exchange = ExchangeRule()
         self.stash = Stash(parts.device, memory.budget)
         self.automatic: Automatic | None = None
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
@@ -95,6 +98,11 @@ class Applied:
             self._stream()
         self.model._longspan_applied = self  # type: ignore[assignment]
         self.model.set_deepspeed_parallelism = DeepSpeedCheck(mesh, grad_reduction)  # type: ignore[assignment]
+
+    def held_by(self, engine: str, optimizer: Optimizer) -> None:
+        """Say who will hold parameters, and so many bytes of each; where memory is planned, it is planned for that."""
+        if self.automatic is not None:
+            self.automatic.held_by(engine, optimizer)
 
     def decide(self, automatic: Automatic) -> None:
         """Let what layers keep be decided for each length of rows."""
@@ -145,13 +153,17 @@ class Applied:
         _check_ids(self.parts.embedding, batch.get("input_ids"))
         if self.automatic is not None:
             self._settle(*batch_size(batch))
-        return (shard_batch if self.vision is None else self.vision.shard)(
+        part = (shard_batch if self.vision is None else self.vision.shard)(
             batch,
             self.mesh,
             num_items=num_items,
             token_fields=token_fields,
             tile_tokens=self.memory.tile_tokens if self.memory.streams else None,
+            exchange=self.exchange,
         )
+        if self.mesh.ring.size > 1:
+            self.plan = replace(self.plan, kv_exchange=str(part[CONTEXT].exchange))
+        return part
 
     def memory_of(self, shard: Shard) -> Memory:
         """Return how layers run on a part."""
@@ -341,33 +353,6 @@ def _context(part: Mapping[str, Any] | Shard) -> Shard:
     if not isinstance(shard, Shard):
         raise BatchError("Pass the part that handle.shard returned.")
     return shard
-
-
-def own_config(model: nn.Module, config: PreTrainedConfig) -> None:
-    """Give a model a copy of its config: models made from one config object share it, and so their attention's name."""
-    own = copy.copy(config)
-    copies = {id(config): own}
-    for key in config.sub_configs:
-        copies[id(getattr(config, key))] = copy.copy(getattr(config, key))
-        setattr(own, key, copies[id(getattr(config, key))])
-    for module in model.modules():
-        module_config = vars(module).get("config")
-        if id(module_config) in copies:
-            module.config = copies[id(module_config)]  # type: ignore[assignment]
-
-
-def use_attention(trunk: PreTrainedModel, name: str) -> None:
-    """Switch the attention implementation of a model's text trunk; a vision tower keeps its own.
-
-    Raises:
-        ModelError: the trunk does not use the attention interface.
-    """
-    trunk.set_attn_implementation(name)
-    if trunk.config._attn_implementation != name:
-        raise ModelError(
-            f"{type(trunk).__name__} does not call its attention through transformers' attention interface, so "
-            "longspan cannot take part in it."
-        )
 
 
 class _Gather(torch.autograd.Function):

@@ -16,6 +16,7 @@ from longspan.batch import CACHES, CONTEXT, Shard
 from longspan.errors import BatchError, ModelError, TopologyError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.carry import Carry
+from longspan.integrations.transformers.dropout import OwnDraws
 from longspan.integrations.transformers.objective import balance_loss, global_loss
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
 from longspan.kernels.fit import FitKernel
@@ -115,6 +116,7 @@ class Forward:
     def __init__(self, applied: Applied) -> None:
         self.applied = applied
         self.original = applied.model.forward
+        self.draws = OwnDraws(applied.model, applied.mesh.sequence, applied.parts.device)
         functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +137,8 @@ class Forward:
             call.seen = applied.vision.see(call.shard, kwargs)
         outer, applied.call = applied.call, call
         try:
-            with nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance):
+            tap = nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance)
+            with tap, self.draws.drawn():
                 out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer

@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.build import Attend
 from longspan.attention.call import Kind
+from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
-from longspan.integrations.transformers.applied import Applied, own_config, use_attention
+from longspan.integrations.transformers.applied import Applied
 from longspan.integrations.transformers.attention import NAME, register
 from longspan.integrations.transformers.automatic import Automatic
+from longspan.integrations.transformers.config import own_config, use_attention
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
 from longspan.integrations.transformers.norm import norm_note
 from longspan.integrations.transformers.parts import Parts
@@ -29,6 +31,7 @@ from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
+from longspan.plan.exchange import KV_EXCHANGES, ExchangeRule, KvExchange
 from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
 from longspan.recurrent.select import divided, pick_rule
@@ -50,11 +53,12 @@ def prepare(
     logits: bool = False,
     grad_reduction: Literal["mean", "sum"] = "mean",
     sequence_parallel_in_eval: bool = True,
+    kv_exchange: KvExchange = "auto",
 ) -> Applied:
     """Make a transformers causal language model compute on sequences divided over ranks, exactly.
 
-    Call it on every process, after PEFT and before DDP, fully_shard or deepspeed.initialize. The model's code and
-    weights stay as they are; `handle.remove()` undoes it. Calling it again with the same settings returns the handle.
+    Call it on every process, after PEFT and before DDP, fully_shard or deepspeed.initialize. `handle.remove()` undoes
+    it; calling it again with the same settings returns the handle.
 
     Args:
         model: the model, on its device, with weights.
@@ -66,37 +70,36 @@ def prepare(
         logits: also return this rank's logits [B, s, V].
         grad_reduction: whether the engine averages gradients over the ranks or adds them up.
         sequence_parallel_in_eval: False makes `model.eval()` run the plain model on full batches.
+        kv_exchange: how keys come to other ring ranks: `ring`, `gather`, or `auto`, by batch; `handle.plan` says why.
 
     Raises:
         ModelError: the model, or a layer of it, is not understood well enough to be exact; names it.
-        TopologyError: degrees that the processes or heads cannot serve.
-        KernelError: no kernel can do it on this device.
+        TopologyError, KernelError: processes or heads cannot serve the degrees, or no kernel the model, on this device.
 
-    Cost: five forward passes on 5 tokens (eight for layers with experts), the process groups, a small all-reduce;
-        on GPUs of one node a quarter of a GiB of each for exchanges of heads by copy engines.
+    Cost: five forward passes on 5 tokens (eight for experts), the process groups, a small all-reduce; on GPUs of one
+        node a quarter of a GiB of each for exchanges of heads by copy engines.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
-    settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh))
-    _check_choices(memory, grad_reduction)
+    settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh), kv_exchange)
+    _check_choices(memory, grad_reduction, kv_exchange)
     parts = Parts.of(model)
-    earlier: Applied | None = getattr(parts.model, "_longspan_applied", None)
-    if earlier is not None:
+    if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
     _check_model(parts)
-    ways = Memory() if memory == "auto" else memory
-    ways.check_layers(len(parts.layers))
+    ways = _ways(memory, parts)
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
     probed, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
+    rule = _exchange_rule(kv_exchange, probed.shapes, degrees, chosen, parts.device)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
     plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
     applied = Applied(parts, axes, plan, {kind: Attend(axes, k) for kind, k in chosen.items()}, ways, **options)
-    applied.settings, applied.operands, applied.logit_options = settings, probed.shapes, probed.logits
+    applied.settings, applied.exchange = settings, rule
+    applied.operands, applied.logit_options = probed.shapes, probed.logits
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"longspan: {plan.summary()}", file=sys.stderr)
+    _tell(plan)
     return applied
 
 
@@ -122,15 +125,48 @@ def _recurrent_notes(shapes: list[Shape], size: int, kernel: str, device: torch.
     return [*(divided(count, size) for count in heads), pick_rule(kernel, device)[1]]
 
 
+def _exchange_rule(
+    asked: KvExchange, shapes: list[Shape], degrees: Degrees, chosen: dict[Kind, Kernel], device: torch.device
+) -> ExchangeRule:
+    """Return how exchanges are decided: by what the layers' heads and kernels allow."""
+    splits = [HeadSplit(shape.heads, shape.kv_heads, degrees.ulysses) for shape in shapes]
+    fewest = min(len(heads) for split in splits for heads in split.key)
+    refusals = []
+    for kind, kernel in chosen.items():
+        dtype = _compute_dtype(next(shape.dtype for shape in shapes if shape.kind == kind), device)
+        demands = {"varlen": True, "bottom_right": True, "window": kind.window, "softcap": kind.softcap}
+        if why := kernel.refuses(Request(device, dtype, kind.head_dim, kind.v_head_dim, **demands)):
+            refusals.append(f"kernel '{kernel.name}': {why}")
+    return ExchangeRule(asked, fewest, refusals[0] if refusals else None)
+
+
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of attention for weights of a dtype: on GPUs, float32 weights are run in bfloat16."""
+    return torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
+
+
 def _with_notes(plan: Plan, *notes: str | None) -> Plan:
     return replace(plan, reasons=(*plan.reasons, *(note for note in notes if note)))
 
 
-def _check_choices(memory: str | Memory, grad_reduction: str) -> None:
+def _ways(memory: Literal["auto"] | Memory, parts: Parts) -> Memory:
+    ways = Memory() if memory == "auto" else memory
+    ways.check_layers(len(parts.layers))
+    return ways
+
+
+def _tell(plan: Plan) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"longspan: {plan.summary()}", file=sys.stderr)
+
+
+def _check_choices(memory: str | Memory, grad_reduction: str, kv_exchange: str) -> None:
     if memory != "auto" and not isinstance(memory, Memory):
         raise ConfigError(f"memory must be 'auto' or a Memory, got {memory!r}.")
     if grad_reduction not in ("mean", "sum"):
         raise ConfigError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}.")
+    if kv_exchange not in KV_EXCHANGES:
+        raise ConfigError(f"kv_exchange must be one of {', '.join(KV_EXCHANGES)}, got {kv_exchange!r}.")
 
 
 def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
@@ -217,7 +253,7 @@ def _kernels(name: str, shapes: list[Shape], device: torch.device) -> tuple[dict
     for kind in dict.fromkeys(shapes[i].kind for i in attending):
         layers = [i for i in attending if shapes[i].kind == kind]
         dtype = shapes[layers[0]].dtype
-        if device.type == "cuda" and dtype == torch.float32 and name != "reference":
+        if name != "reference" and dtype != _compute_dtype(dtype, device):
             dtype, notes = torch.bfloat16, ["fp32 weights: attention expects bf16 from autocast or FSDP2"]
         demands = {"varlen": packed, "window": kind.window, "softcap": kind.softcap}
         try:
