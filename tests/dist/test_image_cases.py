@@ -62,6 +62,7 @@ def adapter_errors(family: str, trained: str) -> tuple[dict[str, float], bool]:
 @pytest.mark.parametrize("trained", ["text", "tower"])
 def test_adapters(run_ranks: RunRanks, family: str, trained: str) -> None:
     """A frozen tower runs without a graph."""
+    pytest.importorskip("peft")
     for errors, graph in run_ranks(2, adapter_errors, family, trained):
         assert errors
         assert max(errors.values()) <= TOLERANCE, errors

@@ -141,7 +141,7 @@ def test_samples_cover_their_rows(tokens: int, packed_only: bool) -> None:
         assert bool((labels[~real] == IGNORED).all())
         assert 0 < sample.targets < ids.numel()
         for document in sample.probed():
-            batch, at = sample.changed(document)
+            batch, at = sample.changed(document, 384)
             assert (batch["input_ids"] != ids).nonzero().tolist() == [[document.row, at]]
             assert document.start <= at < document.stop
 

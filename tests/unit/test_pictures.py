@@ -16,9 +16,12 @@ from torch import Tensor
 
 import longspan
 from longspan.batch import CONTEXT, cut, shard_batch, uncut
+from longspan.check.images import with_images
+from longspan.check.samples import samples
 from longspan.documents import Documents
 from longspan.errors import BatchError, ModelError
 from longspan.images import Frames, Route
+from longspan.integrations.multimodal import sight_of, text_vocabulary
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
 from longspan.integrations.shapes import model_shape
@@ -161,6 +164,16 @@ def test_calls_that_are_refused() -> None:
             handle.model(**part | {CONTEXT: elsewhere})
 
 
+def test_loaders_take_batches_with_images() -> None:
+    batches = [GOOD.batch(), Album("qwen3_vl", (((9,),),)).batch()]
+    with prepared() as handle:
+        parts = list(handle.loader(batches, accumulation=2))
+        assert [part[CONTEXT].num_items for part in parts] == [
+            sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+        ] * 2
+        assert all(torch.isfinite(handle.model(**part).loss) for part in parts)
+
+
 def test_axes_are_for_models_that_have_them() -> None:
     batch = {"input_ids": IDS, "position_ids": torch.arange(TOKENS).expand(3, 1, -1)}
     with pytest.raises(BatchError, match="which has no axes of images"):
@@ -259,6 +272,30 @@ def test_shapes_for_planning(name: str, edited: int) -> None:
     assert sum(layer.parameters for layer in shape.layers) == sum(
         p.numel() for p in model.model.language_model.layers.parameters()
     )
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-vl", "tiny-qwen2.5-vl"])
+def test_samples_of_a_check_have_images(name: str) -> None:
+    """They fit the model's tokens, documents are told apart, and where a leak is looked for is text."""
+    config = preset_config(name)
+    model = random_model(config, torch.float32, torch.device("cpu"))
+    sight = sight_of(model)
+    assert sight is not None
+    assert text_vocabulary(config) == 380
+    with redirect_stderr(io.StringIO()):
+        handle = longspan.prepare(model, 1)
+    for packed in (False, True):
+        for plain in samples(87, text_vocabulary(config), packed):
+            sample = with_images(plain, sight)
+            assert sample.images
+            assert all(len(document) > 6 for document in sample.images)
+            documents = len(sample.documents)
+            starts = handle.shard(sample.batch)[CONTEXT].mask.documents
+            assert sum(map(len, starts or ())) == (documents if "packed" in plain.name else 0)
+            for document in sample.probed():
+                batch, at = sample.changed(document, text_vocabulary(config))
+                assert int(sample.batch["mm_token_type_ids"][document.row, at]) == 0
+                handle.shard(batch)
 
 
 def test_an_album_says_what_it_holds() -> None:

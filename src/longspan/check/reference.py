@@ -76,12 +76,15 @@ def _token_losses(
     labels = sample.labels(document)[1:]
     predicted = labels != IGNORED
     device = next(model.parameters()).device
-    fields = {name: value.to(device) for name, value in sample.alone(document).items()}
+    ids = sample.ids[document.row : document.row + 1, document.start : document.stop].to(device)
+    positions = torch.arange(len(document), device=device)[None]
     if shows_length:  # a second row further on, whose logits are not used
-        positions = fields["position_ids"]
-        fields["input_ids"] = fields["input_ids"].expand(2, -1)
-        fields["position_ids"] = torch.cat([positions, positions + sample.largest_position - len(document) + 1])
-    out: Any = model(**fields, use_cache=False)
+        ids, positions = (
+            ids.expand(2, -1),
+            torch.cat([positions, positions + sample.largest_position - len(document) + 1]),
+        )
+    images = {name: value.to(device) for name, value in sample.images.get(document, {}).items()}
+    out: Any = model(input_ids=ids, position_ids=None if images else positions, use_cache=False, **images)
     losses = F.cross_entropy(out.logits[0, :-1].float()[predicted], labels[predicted].to(device), reduction="none")
     return losses, tuple(layer[: len(document)] for layer in getattr(out, "router_logits", None) or ())
 

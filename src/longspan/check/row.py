@@ -10,10 +10,11 @@ import torch
 
 from longspan.check.compare import FLOAT64
 from longspan.check.float64 import float64_throughout
-from longspan.check.run import Bench, affordable, make_bench, under, vocabulary
+from longspan.check.run import Bench, affordable, make_bench, under
 from longspan.check.samples import samples
 from longspan.check.settings import Settings
 from longspan.errors import LongspanError
+from longspan.integrations.multimodal import text_vocabulary
 from longspan.integrations.random_weights import few_layers
 from longspan.plan.keep import Keep, Memory
 
@@ -97,7 +98,7 @@ def check_ways(config: Any, settings: Settings, sp: int) -> list[dict[str, Any]]
     text = config.get_text_config()
     found = []
     with float64_throughout():
-        made = samples(settings.seq_len or _TOKENS, vocabulary(config), packed_only=False)
+        made = samples(settings.seq_len or _TOKENS, text_vocabulary(config), packed_only=False)
         bench = make_bench(config, made, FLOAT64, torch.device("cpu"))
         for place, way in enumerate(WAYS):
             if way.sp == sp:

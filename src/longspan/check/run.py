@@ -27,13 +27,13 @@ from longspan.check.compare import (
     relative,
 )
 from longspan.check.float64 import float64_throughout
-from longspan.check.images import illustrated
+from longspan.check.images import with_images
 from longspan.check.reference import Truth, evaluating, truth_of
 from longspan.check.samples import Sample, samples
 from longspan.check.settings import Settings
 from longspan.check.trial import Trial, trial
 from longspan.errors import ConfigError
-from longspan.integrations.multimodal import sight_of
+from longspan.integrations.multimodal import sight_of, text_vocabulary
 from longspan.integrations.random_weights import (
     chooses_rope_by_length,
     few_layers,
@@ -91,7 +91,7 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
     heads = getattr(text, "num_attention_heads", None) or 1
     tokens = _tokens(settings, heads, getattr(text, "max_position_embeddings", None), device)
     with float64_throughout() if precision is FLOAT64 else contextlib.nullcontext():
-        bench = make_bench(config, _samples(settings, tokens, vocabulary(config)), precision, device)
+        bench = make_bench(config, _samples(settings, tokens, text_vocabulary(config)), precision, device)
         plans: list[Plan] = []
         cases: list[Case] = []
         for ulysses, ring in _degrees(settings, heads):
@@ -122,12 +122,6 @@ def _samples(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
         if name not in names:
             raise ConfigError(f"There is no sample named {name!r}; take some of {', '.join(names)}.")
     return [sample for sample in made if not settings.only or sample.name in settings.only]
-
-
-def vocabulary(config: Any) -> int:
-    """Return the number of token ids that stand for text alone."""
-    others = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
-    return min([config.get_text_config().vocab_size, *(each for each in others if each)])
 
 
 def affordable(config: Any) -> tuple[Any, dict[str, int]]:
@@ -192,9 +186,8 @@ def make_bench(config: Any, made: list[Sample], precision: Precision, device: to
     """Build the model everywhere, and on the first rank find the truth of every sample."""
     model = random_model(config, precision.dtype, device)
     model.train()
-    sight = sight_of(model)
-    if sight is not None:
-        made = [illustrated(sample, sight) for sample in made]
+    if (sight := sight_of(model)) is not None:
+        made = [with_images(sample, sight) for sample in made]
     shows_length = chooses_rope_by_length(config)
     truths: list[Truth] = []
     baselines: list[Errors] = []
@@ -272,12 +265,13 @@ def _of_all_ranks(loss: Tensor) -> Sequence[float]:
 
 def _moved(ready: Trial, sample: Sample, bench: Bench) -> tuple[int, float]:
     """Change one token in each of a few documents; return the logits that leaked and the least share that followed."""
+    vocabulary = text_vocabulary(ready.handle.model.config)
     leaked, followed = 0, 1.0
     with evaluating(ready.module):
         before = _logits(ready, sample.batch)
         tolerance = bench.precision.leak * float(before.abs().max()) if bench.experts else 0.0
         for document in sample.probed():
-            batch, at = sample.changed(document)
+            batch, at = sample.changed(document, vocabulary)
             found = moves(before, _logits(ready, batch), document, at, tolerance, bench.reach)
             leaked += found.leaked
             followed = min(followed, found.followed)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -32,15 +32,13 @@ class Sample:
     Args:
         batch: what `handle.shard` is given.
         documents: without padding; none of them sees another.
-        vocabulary: token ids are below it, but for those that stand for images.
-        pictured: documents with an image, one each and all of one size; in order.
+        images: what documents have beside their tokens.
     """
 
     name: str
     batch: dict[str, Any]
     documents: tuple[Document, ...]
-    vocabulary: int
-    pictured: tuple[Document, ...] = ()
+    images: Mapping[Document, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def ids(self) -> Tensor:
@@ -63,24 +61,11 @@ class Sample:
         """Labels of a document, [tokens], not shifted."""
         return self.batch["labels"][document.row, document.start : document.stop]
 
-    def alone(self, document: Document) -> dict[str, Any]:
-        """Return what the plain model is given for a document: its tokens, and its image or their positions."""
-        row, at = slice(document.row, document.row + 1), slice(document.start, document.stop)
-        fields: dict[str, Any] = {"input_ids": self.ids[row, at]}
-        if not self.pictured:
-            return fields | {"position_ids": torch.arange(len(document))[None]}
-        if document in self.pictured:
-            place, grid = self.pictured.index(document), self.batch["image_grid_thw"]
-            pixels = self.batch["pixel_values"].unflatten(0, (len(grid), -1))[place]
-            types = self.batch["mm_token_type_ids"][row, at]
-            fields |= {"pixel_values": pixels, "image_grid_thw": grid[place][None], "mm_token_type_ids": types}
-        return fields
-
-    def changed(self, document: Document) -> tuple[dict[str, Any], int]:
+    def changed(self, document: Document, vocabulary: int) -> tuple[dict[str, Any], int]:
         """Return the batch with one token of a document replaced, and the token's index in its row."""
         at = document.start + len(document) // 3
         ids = self.ids.clone()
-        ids[document.row, at] = (ids[document.row, at] + 1 + self.vocabulary // 3) % self.vocabulary
+        ids[document.row, at] = (ids[document.row, at] + 1 + vocabulary // 3) % vocabulary
         return {**self.batch, "input_ids": ids}, at
 
     def probed(self) -> list[Document]:
@@ -141,4 +126,4 @@ def _sample(
     if any(sum(lengths) < tokens for lengths in rows):
         real = torch.tensor([sum(lengths) for lengths in rows])
         batch["attention_mask"] = (torch.arange(tokens) < real[:, None]).long()
-    return Sample(name, batch, documents, vocabulary)
+    return Sample(name, batch, documents)

@@ -22,6 +22,7 @@ class Sight:
         merge: patches along height, and along width, that make one feature row.
         width: numbers of a patch.
         stacked: layers after which features are added to hidden states (DeepStack).
+        times: whether text between the frames of a video tells their times.
     """
 
     owner: nn.Module
@@ -30,6 +31,7 @@ class Sight:
     merge: int
     width: int
     stacked: int
+    times: bool
 
 
 def text_trunk(model: Any) -> tuple[Any, str]:
@@ -38,6 +40,12 @@ def text_trunk(model: Any) -> tuple[Any, str]:
     if model.config.model_type in _FAMILIES:
         return model.base_model.language_model, f"{name}.language_model"
     return model.base_model, name
+
+
+def text_vocabulary(config: Any) -> int:
+    """Return how many token ids, from 0 on, stand for text."""
+    size = config.get_text_config().vocab_size
+    return min(size, config.image_token_id, config.video_token_id) if config.model_type in _FAMILIES else size
 
 
 def sight_of(model: Any) -> Sight | None:
@@ -54,4 +62,5 @@ def sight_of(model: Any) -> Sight | None:
         merge=vision.spatial_merge_size,
         width=channels * vision.temporal_patch_size * vision.patch_size**2,
         stacked=len(getattr(vision, "deepstack_visual_indexes", ())),
+        times=config.model_type == "qwen3_vl",
     )

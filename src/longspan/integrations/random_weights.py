@@ -135,7 +135,7 @@ def untrained_model(config: PretrainedConfig, seed: int, dtype: torch.dtype, dev
     torch.manual_seed(seed)
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{type(config).__name__} does not make a causal language model: {error}") from error
     return model.train()
