@@ -7,6 +7,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from launched import launched
 from pool import RunRanks
 
@@ -197,8 +201,8 @@ def test_half_a_checkpoint_is_left_out(run_ranks: RunRanks, tmp_path: Path) -> N
 
 def test_without_a_checkpoint_a_run_begins(run_ranks: RunRanks, tmp_path: Path) -> None:
     folder = str(tmp_path / "new")
-    (last, told), _ = run_ranks(2, run, config_of(folder, resume=True, max_steps=1))
-    assert last == 1 and "no checkpoint to go on from" in told
+    (last, told), _ = run_ranks(2, run, config_of(folder, resume=True, max_steps=2))
+    assert last == 2 and "no checkpoint to go on from" in told
 
 
 def refused(config: RunConfig) -> str:
@@ -273,10 +277,43 @@ def closings(folder: str) -> int:
         plain(self)
 
     with patch.object(Zero, "close", close):
-        run(config_of(folder, engine="zero-2", max_steps=1, save={"final": False, "every": None}))
+        run(config_of(folder, engine="zero-2", max_steps=2, save={"final": False, "every": None}))
     return count
 
 
 def test_an_engine_is_closed_with_its_run(run_ranks: RunRanks, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     assert run_ranks(2, closings, str(tmp_path / "run")) == [1, 1]
+
+
+def started(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """Start a run of two processes on the command line."""
+    (folder / "a.txt").write_text("def double(x):\n    return 2 * x\n" * 30)
+    file = folder / "run.yaml"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 257}
+    model = {"name": "tiny-llama", "init": "random", "overrides": sizes}
+    data = {"files": str(folder / "a.txt"), "long_documents": "split"}
+    values = {"model": model, "data": data, "sequence_length": 64, "output_dir": str(folder / "out")}
+    file.write_text(yaml.safe_dump({**values, "sequence_parallel_size": 2}))
+    command = [sys.executable, "-m", "longspan", "train", str(file), "--nproc", "2", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_command(tmp_path: Path) -> None:
+    """It ends with code 0 and a checkpoint, and the same command with --resume goes on."""
+    process, metrics = started(tmp_path, "--max-steps", "100000"), tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.2)
+    process.terminate()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, (out, err)
+    steps = metrics.read_text().count("\n")
+    assert f"stopped by SIGTERM after step {steps}" in out and out.splitlines()[-1].startswith("output_dir:")
+    process = started(tmp_path, "--max-steps", str(steps + 2), "--resume")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and f"going on after step {steps}" in out, (out, err)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, steps + 3))
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()

@@ -81,9 +81,7 @@ class Settings:
 
     def _parts(self) -> list[int]:
         """Return which children and parameters the modules have, which live as long as these settings."""
-        return [
-            id(part) for m, _ in self.modules for parts in (m._modules, m._parameters) for part in parts.values()
-        ]
+        return [id(part) for m, _ in self.modules for parts in (m._modules, m._parameters) for part in parts.values()]
 
 
 def as_then(method: _Method) -> _Method:

@@ -6,7 +6,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,13 @@ class Checkpoints:
         """
         name = f"step-{step:08}"
         partial = self.folder / f".{name}.partial"
-        with _together(f"checkpoint {self.folder / name}"):
+        with _together(self.folder / name):
             if _first():
                 self._sweep()
                 partial.mkdir(parents=True)
-        with _together(f"checkpoint {self.folder / name}"):
+        with _together(self.folder / name):
             write(partial)
-        with _together(f"checkpoint {self.folder / name}"):
+        with _together(self.folder / name):
             if _first():
                 _commit(partial, self.folder / name, {**about, "step": step})
                 self._thin()
@@ -89,9 +90,8 @@ class Checkpoints:
         """Remove all but the last checkpoints that are whole, and what is not whole."""
         good = [folder for folder in self._folders() if _examine(folder)[0] is None]
         for folder in set(self._folders()) - set(good[: self.keep]):
-            gone = folder.with_name(f".{folder.name}.partial")
-            folder.rename(gone)  # so that half of one is never taken for a checkpoint
-            shutil.rmtree(gone)
+            _hide(folder)
+        self._sweep()
 
     def _sweep(self) -> None:
         """Remove what earlier attempts left."""
@@ -99,30 +99,22 @@ class Checkpoints:
             shutil.rmtree(path)
 
 
-class _together:
-    """Surround a step that all processes take: where one fails, all raise.
-
-    Args:
-        what: is written.
-    """
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return
-        problems = [None if error is None else f"{type(error).__name__}: {error}"]
-        if dist.is_initialized():
-            problems = [None] * dist.get_world_size()
-            dist.all_gather_object(problems, None if error is None else f"{type(error).__name__}: {error}")
-        problem = next(((rank, text) for rank, text in enumerate(problems) if text is not None), None)
+@contextmanager
+def _together(path: Path) -> Iterator[None]:
+    """Surround a part of writing a checkpoint that all processes take: where one fails, all raise."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    problems = [None if error is None else f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        mine, problems = problems[0], [None] * dist.get_world_size()
+        dist.all_gather_object(problems, mine)
+    for rank, problem in enumerate(problems):
         if problem is not None:
             raise TrainingError(
-                f"Cannot write {self.what}: process {problem[0]} says {problem[1]}. Earlier checkpoints are as they were."
+                f"Cannot write checkpoint {path}: process {rank} says {problem}. Earlier checkpoints are as they were."
             ) from error
 
 
@@ -143,9 +135,14 @@ def _commit(partial: Path, folder: Path, about: dict[str, Any]) -> None:
     _flush(marker)
     _flush(partial)
     if folder.exists():  # of a step that is taken again
-        shutil.rmtree(folder)
+        _hide(folder)
     partial.rename(folder)
     _flush(folder.parent)
+
+
+def _hide(folder: Path) -> None:
+    """Rename what is to be removed, so that half of it is never taken for a checkpoint."""
+    folder.rename(folder.with_name(f".{folder.name}.gone.partial"))
 
 
 def _flush(path: Path) -> None:

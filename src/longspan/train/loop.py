@@ -117,7 +117,7 @@ def _run_steps(
     todo = itertools.islice(steps(corpus, recipe, trainee.mesh.data.rank, rows), config.max_steps - number)
     for step in todo:
         number, rows = number + 1, rows + recipe.step_rows
-        row, stops = _run_step(trainee, step, number, config, stop.came)
+        row, stops = _run_step(trainee, step, number, config, stop)
         if progress is not None:
             file.write(row)
             progress.step(row)
@@ -230,7 +230,7 @@ def _stepping(module: nn.Module, engine: Engine, config: RunConfig) -> Stepping:
     return choose_stepping(optimizer, engine, options.step_in_backward, options.max_grad_norm)
 
 
-def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig, stop: bool) -> tuple[Row, bool]:
+def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig, stop: StopRequest) -> tuple[Row, bool]:
     """Take a step; return its record, and whether some process has been told to stop."""
     start_s = time.perf_counter()
     lr = learning_rate(number, config)
@@ -248,7 +248,7 @@ def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig, stop
             f"Lower optimizer.lr ({config.optimizer.lr:g}), lengthen schedule.warmup_steps, or look at the data."
         )
     trainee.stepping.finish()
-    gpu_bytes, host_bytes, stops = peak_bytes(trainee.device, trainee.mesh, stop)
+    gpu_bytes, host_bytes, stops = peak_bytes(trainee.device, trainee.mesh, stop.came)
     step_s = time.perf_counter() - start_s
     peak = peak_flops(trainee.device)
     mfu = None

@@ -60,9 +60,9 @@ def read_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, 
         raise
     except Exception as error:
         raise TrainingError(
-            f"Checkpoint {folder} cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
-            "It is of another model or optimizer, or damaged: remove it to go on from the one before, or begin anew "
-            "with another output_dir."
+            f"Checkpoint {folder} cannot be read ({type(error).__name__}: {str(error)[:300]}). It is of another "
+            "model or optimizer, or damaged: remove it to go on from the one before, or begin anew in another "
+            "output_dir."
         ) from error
     if not isinstance(engine, Zero):
         _give(model, stepping.optimizer, held)
