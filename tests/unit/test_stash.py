@@ -193,6 +193,7 @@ def test_a_tile_costs_the_same_whatever_is_held(tier: Tier) -> None:
         held += [stash.put([torch.ones(4)], tier) for _ in range(more)]
         stash.settle()
         tile = [torch.ones(4), torch.ones(4)]
+        assert stash.usage.now[tier]  # what has died is forgotten
         counts.append(calls(lambda: stash.get(stash.put(tile, tier))))  # noqa: B023
         held.pop(len(held) // 2)
     assert counts[0] == counts[1] == counts[2], counts

@@ -37,8 +37,8 @@ def plan(
         host_memory_gib: memory of a node.
         engine: who holds parameters: fsdp2, ddp, single, or zero-0 to zero-3 (DeepSpeed, bfloat16 on float32 masters).
         gpu: kind of GPU, whose rates are used; see `longspan.plan.machine.MACHINES`.
-        optimizer: adamw (fp32, all that zero engines serve), adamw-host (the same, in host memory), adamw8bit, adamw-bf16-sr; auto takes adamw,
-            or adamw-host where it does not fit.
+        optimizer: adamw (fp32), adamw-host (the same, in host memory), adamw8bit, adamw-bf16-sr; auto takes adamw, or
+            adamw-host where it does not fit. The zero engines serve adamw alone.
 
     Raises:
         ConfigError: a setting that is not known, or a length that does not fit, with the numbers.

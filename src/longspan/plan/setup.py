@@ -68,7 +68,7 @@ class Optimizer:
         """Return AdamW as DeepSpeed 0.19 holds it: float32 master weights and moments beside the model's weights.
 
         Only stage 0 steps float32 weights themselves. Stage 1 adds gradients up in whole buffers that stay, where they
-        are of another type than the weights; stage 3 in divided ones that stay. Measured on a CPU, all tensors added up.
+        are of another type than the weights; stage 3 in divided ones that stay. Measured: all tensors, added up.
 
         Args:
             itemsize: bytes of a weight of the model, and of its gradient as backward makes it.

@@ -27,7 +27,7 @@ def check_zero(trainer: Any) -> None:
 
 
 def let_zero_hold(trainer: Any, handle: Applied) -> ExitStack:
-    """Plan for what DeepSpeed will hold, and have stage 3 gather a layer's parameters at once; return what undoes it."""
+    """Plan for what DeepSpeed will hold, and let stage 3 gather a layer's parameters at once; return what undoes it."""
     plugin = trainer.accelerator.state.deepspeed_plugin
     stage, config = plugin.zero_stage, plugin.deepspeed_config
     in_bf16 = trainer.args.bf16 or next(handle.model.parameters()).dtype == torch.bfloat16
