@@ -73,7 +73,7 @@ def test_loss_and_gradients_equal_each_document_alone(run_ranks: RunRanks, degre
     assert exact(results), worst(results)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3-moe", "mistral-window"])
 def test_families(run_ranks: RunRanks, family: str) -> None:
     results = run_ranks(2, gathered_errors, family, (1, 2), [ODD])
     assert exact(results), worst(results)
