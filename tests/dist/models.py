@@ -25,7 +25,9 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 VOCABULARY = 37
@@ -54,6 +56,22 @@ def _sizes(**changed: Any) -> dict[str, Any]:
     return sizes | changed
 
 
+def _delta(**changed: Any) -> dict[str, Any]:
+    """Two gated delta nets of 4 value heads on 2 key heads, or others, and attention."""
+    sizes = {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 3,
+        "linear_conv_kernel_dim": 4,
+    }
+    return sizes | changed
+
+
+M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
+
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -81,6 +99,19 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **_sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1)
+    ),
+    "qwen3-next": lambda: Qwen3NextConfig(
+        **_sizes(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            decoder_sparse_step=2,
+            **_delta(),
+        )
+    ),
+    "qwen3.5": lambda: Qwen3_5TextConfig(
+        **_sizes(head_dim=8, rope_parameters=M_ROPE, **_delta(linear_num_key_heads=3, linear_num_value_heads=3))
     ),
     "mistral-window": lambda: MistralConfig(**_sizes(sliding_window=WINDOW)),
     "qwen2-window": lambda: Qwen2Config(
@@ -132,6 +163,9 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # slow decay: what leaks through a state is seen far away
+                parameter.copy_(torch.linspace(-4.0, -2.0, parameter.numel()))
     return model.train()
 
 
@@ -154,7 +188,7 @@ class Rows:
     documents: Sequence[Sequence[int]]
     untargeted: Sequence[int] = ()
     seed: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def batch(self) -> Batch:
         """Return the full batch: about one label in eight is ignored."""

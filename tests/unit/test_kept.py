@@ -19,6 +19,7 @@ class Heads:
     kv_heads: int = 8
     head_dim: int = 128
     v_head_dim: int = 128
+    recurrent: bool = False
 
 
 SIZE = LayerSize(tokens=1024, hidden=4096, operands=Heads(), itemsize=2, x_itemsize=2)

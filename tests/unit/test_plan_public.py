@@ -68,6 +68,25 @@ def test_longest_needs_more_than_shorter() -> None:
         longspan.plan("llama-1b", (longest.seq_len or 0) + 1024, 1, 80, 200)
 
 
+def test_zero_engines() -> None:
+    """A stage divides what it divides: each needs less of a GPU than the one before it."""
+    arguments = ("--model", "llama-1b", "--gpus", "8xH200", "--seq-len", "64K", "--json")
+    held = []
+    for stage in range(4):
+        code, out, err = run(*arguments, "--engine", f"zero-{stage}")
+        assert (code, err) == (0, ""), err
+        made = json.loads(out)
+        assert (made["engine"], made["optimizer"]) == (f"zero-{stage}", "adamw")
+        held.append(made["gpu_bytes"])
+    whole = held[0]["optimizer"]
+    assert [round(whole / sizes["optimizer"]) for sizes in held] == [1, 8, 8, 8]
+    assert [round(whole / sizes["parameters"]) for sizes in held] == [6, 6, 6, 48]
+    code, _, err = run(*arguments, "--engine", "zero-2", "--optimizer", "adamw8bit")
+    assert code == 2 and "serves optimizer adamw, not 'adamw8bit'" in err
+    code, _, err = run("--model", "llama-8b", "--gpus", "1xH200", "--seq-len", "64K", "--engine", "zero-1")
+    assert code == 2 and "do not fit" in err and "optimizer" not in err.split("Use ")[1]
+
+
 def test_json() -> None:
     code, out, err = run(
         "--model", "llama-8b", "--gpus", "2xH200", "--host-memory", "256GiB", "--seq-len", "768K", "--json"

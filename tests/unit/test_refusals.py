@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 import longspan
 from longspan.errors import BatchError, ConfigError, KernelError, ModelError, TopologyError
@@ -50,6 +51,20 @@ def mamba_sizes() -> dict[str, Any]:
     return {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 
 
+def unknown_logits(**fields: float) -> Any:
+    """A model that moves its logits by what its config does not say."""
+    made = llama(**fields)
+    plain = made.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    made.forward = forward
+    return made
+
+
 def gemma3n() -> Any:
     """Layers that reuse the keys of others, and pass several hidden states each; without windows and softcap."""
     sizes: dict[str, Any] = SIZES | {
@@ -65,6 +80,26 @@ def gemma3n() -> Any:
     made = model(hf.Gemma3nTextConfig(**sizes))
     object.__setattr__(made.config, "final_logit_softcapping", None)
     return made
+
+
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def qwen3_next(kind: type) -> Any:
+    """Build a model whose first mixer is of another class."""
+    made = model(hf.Qwen3NextConfig(**SIZES, **LINEAR, num_experts=0))
+    made.model.layers[0].linear_attn.__class__ = kind
+    return made
+
+
+def doubled(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return 2 * Qwen3NextGatedDeltaNet.forward(self, hidden_states, **kwargs)
 
 
 def windowed(layer: int, window: int) -> Any:
@@ -106,11 +141,11 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         other_sinks,
         r"GptOssAttention of layer 0 has s_aux \[3\], not one sink for each",
     ),
-    "logit-softcap": (
-        lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, attn_logit_softcapping=None)),
-        "Gemma2ForCausalLM changes the output of its head",
+    "unknown-logits": (unknown_logits, r"changes the output of its head .* \(it names no scale"),
+    "other-logits": (
+        lambda: unknown_logits(logits_scaling=3.0),
+        r"changes the output of its head .* not as its config says \(a scale of 3 with .* or a scale of 0.333333 with",
     ),
-    "logit-scale": (lambda: model(hf.CohereConfig(**SIZES, logit_scale=0.5)), "CohereForCausalLM changes the output"),
     "conv": (
         lambda: model(hf.Lfm2Config(**SIZES, layer_types=["full_attention", "conv"])),
         r"model.layers.1 \(Lfm2DecoderLayer\) never calls the attention interface",
@@ -125,28 +160,27 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shared-keys": (
         gemma3n,
-        r"model.layers.0 \(Gemma3nTextDecoderLayer\) is not called with hidden states \[B, S, d\]",
+        r"model.layers.2 \(Gemma3nTextDecoderLayer\) and all layers after it reuse the keys and values of earlier",
     ),
     "mamba": (
         lambda: model(hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)),
         r"layers.0 \(MambaBlock\) never calls the attention interface",
     ),
-    "linear-attention": (
-        lambda: model(
-            hf.Qwen3NextConfig(
-                **SIZES,
-                num_experts=2,
-                num_experts_per_tok=1,
-                moe_intermediate_size=8,
-                shared_expert_intermediate_size=8,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                linear_key_head_dim=4,
-                linear_value_head_dim=4,
-                layer_types=["linear_attention", "full_attention"],
-            )
-        ),
+    "unknown-delta-net": (
+        lambda: model(hf.OlmoHybridConfig(**SIZES, **LINEAR)),
+        r"model.layers.0 \(OlmoHybridLinearAttentionDecoderLayer\) never calls the attention interface",
+    ),
+    "own-delta-net": (
+        lambda: qwen3_next(type("Own", (Qwen3NextGatedDeltaNet,), {})),
         r"model.layers.0 \(Qwen3NextDecoderLayer\) never calls the attention interface",
+    ),
+    "changed-delta-net": (
+        lambda: qwen3_next(type("Qwen3NextGatedDeltaNet", (Qwen3NextGatedDeltaNet,), {"forward": doubled})),
+        "Qwen3NextGatedDeltaNet of layer 0 does not compute what the gated delta net of transformers",
+    ),
+    "delta-net-that-fails": (
+        lambda: qwen3_next(type("Qwen3NextGatedDeltaNet", (Qwen3NextGatedDeltaNet,), {"forward": None})),
+        "Qwen3NextGatedDeltaNet of layer 0 cannot be run by itself",
     ),
     "two-calls": (
         lambda: model(hf.DiffLlamaConfig(**SIZES)),
@@ -155,7 +189,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "own-mask": (lambda: model(hf.DogeConfig(**SIZES)), "DogeAttention of layer 0 passes its own attention mask"),
     "no-interface": (
         lambda: model(hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=4)),
-        "BloomForCausalLM does not call its attention through transformers' attention interface",
+        "BloomModel does not call its attention through transformers' attention interface",
     ),
     "not-causal": (
         lambda: model(hf.BertConfig(**SIZES, is_decoder=False, attention_probs_dropout_prob=0.0)),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.attention.gather import Gather
 from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
 from longspan.attention.sinks import absorb_, sinks_gradient
@@ -24,7 +25,7 @@ from longspan.mesh import Mesh
 
 @dataclass(frozen=True)
 class Attend:
-    """Sequence-parallel attention over a mesh: `ulysses(ring(kernel))`."""
+    """Sequence-parallel attention over a mesh: `ulysses(exchange(kernel))`."""
 
     mesh: Mesh
     kernel: Kernel
@@ -45,13 +46,17 @@ class Attend:
             [B, S/sp, H, Dv], q's dtype, differentiable once.
 
         Cost: forward one all-to-all of q, k, v and one of out, backward one of dout and one of dq, dk, dv, each once
-            per interleaved part; and the ring's shifts.
+            per interleaved part; and what the exchange of keys moves.
         """
         return _Attention.apply(q, k, v, sinks, self, schedule, score)  # type: ignore[no-any-return]
 
     def ulysses(self, q: Tensor, k: Tensor, parts: tuple[Piece, ...] = ()) -> Ulysses:
         """Return the head exchange for operands with these head counts; `parts` as in `Ulysses`."""
         return Ulysses(HeadSplit(q.shape[2], k.shape[2], self.mesh.ulysses.size), self.mesh.ulysses, parts)
+
+    def exchange(self, schedule: Schedule) -> Ring | Gather:
+        """Return the exchange of keys that a schedule was made for."""
+        return (Ring if schedule.gathering is None else Gather)(self.kernel, self.mesh.ring)
 
 
 def attend(
@@ -76,7 +81,7 @@ def attend(
         mesh: the axes, as `prepare` returns them in `handle.mesh`.
         layout: how rows were divided; None stands for `Layout(mask.length, ring, ulysses)`.
         schedule: `Schedule.of(mask, layout, mesh.ring.rank)`, made once for all layers of a micro-batch and in place of
-            `layout`; None makes one for this call.
+            `layout`; None makes one for this call, for a ring.
         kernel: `auto`, one of longspan's kernels, or a Hugging Face attention name.
         scale: factor on q k^T; None for D ** -0.5.
         softcap: scores s become softcap * tanh(s / softcap).
@@ -107,8 +112,9 @@ def attend(
             f"sinks hold one score per query head, [{q.shape[2]}] on {q.device}; got {list(sinks.shape)} on "
             f"{sinks.device}."
         )
-    demands = {"varlen": mask.packed, "window": mask.window is not None, "softcap": softcap is not None}
-    request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], **demands)
+    gathers = schedule.gathering is not None
+    demands = {"varlen": mask.packed or gathers, "window": mask.window is not None, "softcap": softcap is not None}
+    request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], bottom_right=gathers, **demands)
     score = Score(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     return Attend(mesh, pick(kernel, request))(q, k, v, schedule, score, sinks)
 
@@ -148,13 +154,13 @@ class _Attention(torch.autograd.Function):
         schedule: Schedule,
         score: Score,
     ) -> Tensor:
-        ulysses, ring = attend.ulysses(q, k, schedule.parts), Ring(attend.kernel, attend.mesh.ring)
+        ulysses, exchange = attend.ulysses(q, k, schedule.parts), attend.exchange(schedule)
         q, k, v = ulysses.enter(q, k, v).wait()
-        out, lse = ring.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, score)
+        out, lse = exchange.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, score)
         if sinks is not None:
             lse = absorb_(out, lse, ulysses.own(sinks))
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.ulysses, ctx.ring, ctx.schedule, ctx.score = ulysses, ring, schedule, score
+        ctx.ulysses, ctx.exchange, ctx.schedule, ctx.score = ulysses, exchange, schedule, score
         return ulysses.leave(out).wait()
 
     @staticmethod
@@ -164,7 +170,7 @@ class _Attention(torch.autograd.Function):
         ulysses: Ulysses = ctx.ulysses
         (dout,) = ulysses.enter_queries(dout.to(out.dtype)).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = ctx.ring.backward(dout, saved, ctx.schedule, ctx.score)
+        dq, dk, dv = ctx.exchange.backward(dout, saved, ctx.schedule, ctx.score)
         d_sinks = None
         if sinks is not None:
             d_sinks = ulysses.share(sinks_gradient(dout, out, lse, ulysses.own(sinks))).to(sinks.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from longspan.errors import ModelError
 from longspan.kernels.protocol import Score
+from longspan.recurrent.call import Recurrence
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "num_items_in_batch"})
 """Keyword arguments that models hand to attention without expecting anything from it."""
@@ -23,6 +24,13 @@ class Kind(NamedTuple):
     v_head_dim: int
     window: bool
     softcap: bool
+
+
+class Form(NamedTuple):
+    """What a layer asks of attention besides its tensors: the same each time that its code runs."""
+
+    score: Score
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,16 @@ class Request:
         index = getattr(self.module, "layer_idx", None)
         return type(self.module).__name__ + ("" if index is None else f" of layer {index}")
 
+    @property
+    def form(self) -> Form:
+        """What is no tensor of it."""
+        return Form(self.score, self.window)
+
+    def tensors(self, wanted: str) -> tuple[Tensor, ...]:
+        """Return those of q, k and v that are wanted, and with all of them the sinks if there are any."""
+        sinks = () if self.sinks is None or wanted != "qkv" else (self.sinks,)
+        return (*(getattr(self, name) for name in wanted), *sinks)
+
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv]."""
         q, (k, v) = self.query(), self.keys()
@@ -71,8 +89,8 @@ class Request:
         return q, k, v
 
     def differentiable(self) -> tuple[Tensor, ...]:
-        """Return q [B, H, S, D], k and v, and the sinks if there are any."""
-        return (self.q, self.k, self.v) if self.sinks is None else (self.q, self.k, self.v, self.sinks)
+        """Return q [B, S, H, D], k and v, and the sinks if there are any."""
+        return self.operands() if self.sinks is None else (*self.operands(), self.sinks)
 
     def query(self) -> Tensor:
         """Return q alone."""
@@ -105,8 +123,8 @@ def autocast(t: Tensor) -> Tensor:
 
 
 class Call(Protocol):
-    """What a forward pass carries to the attention calls of its layers."""
+    """What a forward pass carries to the token mixers of its layers."""
 
-    def attention(self, request: Request) -> Tensor:
-        """Answer one attention call -> [B, S, H, Dv]."""
+    def mix(self, request: Request | Recurrence) -> Tensor:
+        """Answer one call -> [B, S, H, Dv], with the query heads of attention or the value heads of a recurrence."""
         ...

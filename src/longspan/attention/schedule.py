@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from longspan.attention.gathering import Gathering
 from longspan.errors import BatchError
 from longspan.layout import Layout, Piece
 from longspan.mask import Mask, Work
@@ -14,8 +16,8 @@ class Schedule:
     """Kernel calls of one ring rank: `steps[i]` are those on the keys of rank `ring_rank - offsets[i]`.
 
     Offsets are those at which some rank has work, the same on all; keys travel from one to the next. The first is 0, as
-    every token sees itself. `parts` are the ranges of a shard that Ulysses ranks hold interleaved. `mask`, `layout` and
-    `ring_rank` are what it was made for.
+    every token sees itself. Where keys are gathered, there are no steps but a `gathering`. `parts` are the ranges of a
+    shard that Ulysses ranks hold interleaved. `mask`, `layout` and `ring_rank` are what it was made for.
     """
 
     mask: Mask
@@ -24,16 +26,31 @@ class Schedule:
     steps: tuple[tuple[Work, ...], ...]
     offsets: tuple[int, ...]
     parts: tuple[Piece, ...]
+    gathering: Gathering | None = None
 
     @classmethod
-    def of(cls, mask: Mask, layout: Layout, ring_rank: int) -> Schedule:
+    def of(
+        cls,
+        mask: Mask,
+        layout: Layout,
+        ring_rank: int,
+        exchange: Literal["ring", "gather"] = "ring",
+        rows: int = 1,
+    ) -> Schedule:
         """Work out the steps. Cost: O(documents of the row + squared ring degree x log), pure.
+
+        Args:
+            exchange: how keys come to the queries of other ranks; every rank of the ring must say the same.
+            rows: of the batch, where keys are gathered and `mask` does not list documents.
 
         Raises:
             BatchError: mask and layout describe rows of different lengths.
         """
         if mask.length != layout.length:
             raise BatchError(f"The mask describes rows of {mask.length} tokens, the layout {layout.length}.")
+        if exchange == "gather":
+            gathering = Gathering.of(mask, layout, ring_rank, rows)
+            return cls(mask, layout, ring_rank, (), (), layout.tiles(), gathering)
         mine, offsets = layout.ring_pieces(ring_rank), _offsets(mask, layout)
         steps = tuple(mask.work(mine, layout.ring_pieces((ring_rank - offset) % layout.ring)) for offset in offsets)
         return cls(mask, layout, ring_rank, steps, offsets, layout.tiles())

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from longspan.comm.heads import HeadSplit
+from longspan.comm.regroup import groups_of
 from longspan.errors import ConfigError
 from longspan.plan.keep import Budget, Keep
 
@@ -22,7 +23,7 @@ class Tier(StrEnum):
 
 
 class Operands(Protocol):
-    """Sizes of a layer's attention call."""
+    """Sizes of a layer's attention call, or of its recurrent mixer: value heads, and key heads as KV heads."""
 
     @property
     def heads(self) -> int: ...
@@ -32,6 +33,8 @@ class Operands(Protocol):
     def head_dim(self) -> int: ...
     @property
     def v_head_dim(self) -> int: ...
+    @property
+    def recurrent(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class LayerSize:
     Args:
         tokens: of this rank, over all rows, padding included.
         itemsize: bytes per element of q, k, v and the attention output; `x_itemsize` of the hidden states.
-        ulysses: ranks that exchange heads.
+        ulysses: ranks that exchange heads; `ranks` that share a sequence, among which recurrences divide theirs.
         rank: which of them; None for the one that keeps most, as heads may be divided unevenly.
         whole: attention runs once over the whole sequence (with a ring), not tile by tile.
         products: numbers per token in the results of matrix products that backward needs; 0 where not known.
@@ -57,6 +60,7 @@ class LayerSize:
     rank: int | None = None
     whole: bool = False
     products: int = 0
+    ranks: int = 1
 
 
 def kept_bytes(keep: Keep, size: LayerSize) -> int:
@@ -68,6 +72,8 @@ def kept_bytes(keep: Keep, size: LayerSize) -> int:
     """
     if keep is Keep.GRAPH:
         return 0
+    if size.operands.recurrent:
+        return _recurrent_bytes(keep, size)
     o = size.operands
     split, joined = HeadSplit(o.heads, o.kv_heads, size.ulysses), size.tokens * size.ulysses
     ranks = slice(None) if size.rank is None else slice(size.rank, size.rank + 1)
@@ -84,6 +90,23 @@ def kept_bytes(keep: Keep, size: LayerSize) -> int:
     if keep is Keep.PRODUCTS:
         total += size.tokens * size.products * size.itemsize
     return total
+
+
+def _recurrent_bytes(keep: Keep, size: LayerSize) -> int:
+    """Return the bytes that a layer with a recurrent mixer keeps on the rank that keeps most, but for the few tokens
+    before its stretch: `groups` times its tokens with a part of the heads."""
+    o, groups = size.operands, groups_of(size.operands.kv_heads, size.ranks)
+    total = size.tokens * size.hidden * size.x_itemsize if keep.has_x else 0
+    if keep.has_out:
+        total += size.tokens * o.heads * o.v_head_dim * size.itemsize
+    if keep.has_kv:
+        total += size.tokens * groups * -(-o.kv_heads // groups) * recurrent_features(o) * size.itemsize
+    return total + (size.tokens * size.products * size.itemsize if keep is Keep.PRODUCTS else 0)
+
+
+def recurrent_features(o: Operands) -> int:
+    """Return how many numbers per token and key head a recurrent mixer works on."""
+    return 2 * o.head_dim + o.heads // o.kv_heads * (o.v_head_dim + 2)
 
 
 def assign(sizes: Sequence[int], budget: Budget) -> list[Tier]:

@@ -19,6 +19,7 @@ class LayerShape:
         window: keys that a query sees at most; None for all before it.
         packed: numbers in quantised weights, which are made plain while the layer runs.
         packed_bytes: what these take until then.
+        recurrent: the heads are those of a recurrent mixer, values and keys, in place of attention's.
     """
 
     heads: int
@@ -35,6 +36,7 @@ class LayerShape:
     window: int | None = None
     packed: int = 0
     packed_bytes: int = 0
+    recurrent: bool = False
 
     @property
     def query_width(self) -> int:
@@ -62,6 +64,7 @@ class ModelShape:
         outside_trained: those of them that are trained.
         head: weights of the output head, also where the embedding holds them.
         head_trained: numbers in the head that are trained.
+        edited: first layers whose output is changed before the next one gets it (DeepStack), which must keep it then.
     """
 
     name: str
@@ -72,6 +75,7 @@ class ModelShape:
     outside_trained: int
     head: int
     head_trained: int
+    edited: int = 0
 
     @property
     def parameters(self) -> int:

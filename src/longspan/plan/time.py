@@ -170,7 +170,7 @@ class Clock:
     def _gather_s(self, layer: LayerShape) -> float:
         """Return the time of gathering a layer's parameters, which nothing hides outside its turn."""
         setup = self.setup
-        if not setup.gathers or setup.shards == 1:
+        if not setup.gathers or setup.shards("parameters") == 1:
             return 0
         return layer.parameters * setup.itemsize / (setup.cluster.link_gbs * 1e9)
 
@@ -180,7 +180,7 @@ class Clock:
         setup, shape = self.setup, self.setup.shape
         logits = setup.local * shape.vocabulary * 4
         head = self.products_s(shape.head, 2 + min(1.0, shape.head_trained / shape.head))
-        trained = shape.trained / setup.shards
+        trained = shape.trained / setup.shards("states")
         causes = {
             "loss": head + self.memory_s(LOSS_PASSES * logits + 40 * setup.local * shape.hidden),
             "optimizer": self.memory_s(trained * setup.optimizer.traffic_bytes),
@@ -201,11 +201,13 @@ class Clock:
         if setup.cluster.gpus == 1:
             return 0
         rate = setup.cluster.link_gbs * 1e9
-        if setup.engine == "fsdp2":
+        if setup.gathers:
             ends = (shape.outside * setup.itemsize + shape.outside_trained * 4) / rate
             moved = sum(2 * la.parameters * setup.itemsize + 4 * la.trained for la in shape.layers) / rate
+        elif setup.engine.startswith("zero"):  # float32 gradients are reduced, then weights gathered
+            ends, moved = shape.trained * (4 + (4 if setup.engine == "zero-0" else setup.itemsize)) / rate, 0.0
         else:
-            ends = 0.0 if setup.engine == "ddp" else 2 * shape.trained * setup.optimizer.gradient_bytes / rate
-            moved = 2 * shape.trained * setup.optimizer.gradient_bytes / rate if setup.engine == "ddp" else 0.0
+            both = 2 * shape.trained * setup.optimizer.gradient_bytes / rate
+            ends, moved = (0.0, both) if setup.engine == "ddp" else (both, 0.0)
         hiding = sum(self.forward_s(layer) + self.derivative_s(layer) for layer in shape.layers)
         return ends + max(0.0, moved - hiding)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from longspan.attention.build import Attend
 from longspan.attention.call import Request
+from longspan.attention.gather import Gather
+from longspan.attention.ring import Ring
 from longspan.attention.sinks import absorb_, sinks_gradient
 from longspan.attention.ulysses import Ulysses
 from longspan.batch import Shard
@@ -44,6 +46,11 @@ class Attending:
         ulysses = attend.ulysses(q, k, shard.layout.tiles() if whole else ())
         sinks = None if request.sinks is None else ulysses.own(request.sinks.detach()).clone()
         return cls(attend, ulysses, shard.within(request.window), request.score, sinks)
+
+    @property
+    def exchange(self) -> Ring | Gather:
+        """The exchange of keys between ring ranks, where attention runs once over the whole sequence."""
+        return self.attend.exchange(self.shard.schedule)
 
     def absorb_(self, out: Tensor, lse: Tensor) -> Tensor:
         """Let the sinks take their share of a complete attention -> its log-sum-exp; `out` is changed in place."""

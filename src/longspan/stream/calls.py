@@ -1,41 +1,43 @@
-"""Answers to the attention call of a layer that runs on one tile of its tokens."""
+"""Answers to the mixer's call of a layer that runs on one tile of its tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from longspan.attention.call import Request
+from longspan.recurrent.call import Recurrence
 
 
 class StopLayer(Exception):
-    """Ends a layer's forward at its attention call, once q, k and v are known."""
+    """Ends a layer's forward at its mixer's call, once the operands are known."""
 
 
 @dataclass
 class Capture:
-    """Keep the tile's q, k and v and stop the layer."""
+    """Keep the operands of the tile's mixer and stop the layer."""
 
     names: frozenset[str]
-    request: Request | None = None
+    request: Any = None  # Request or Recurrence, as the layer has it
 
-    def attention(self, request: Request) -> Tensor:
+    def mix(self, request: Request | Recurrence) -> Tensor:
         """Record the call and stop."""
-        request.refuse_unknown(self.names)
+        if isinstance(request, Request):
+            request.refuse_unknown(self.names)
         self.request = request
         raise StopLayer
 
 
 @dataclass
 class Inject:
-    """Let the tile's attention be `out` [B, t, H, Dv], known already; keep its q, k and v."""
+    """Let what the tile's mixer returns be `out` [B, t, H, Dv], known already; keep its operands."""
 
     out: Tensor
-    request: Request | None = None
+    request: Any = None  # Request or Recurrence, as the layer has it
 
-    def attention(self, request: Request) -> Tensor:
+    def mix(self, request: Request | Recurrence) -> Tensor:
         """Record the call and answer with the known output."""
         self.request = request
         return self.out
@@ -54,7 +56,8 @@ class Compute:
     names: frozenset[str]
     answer: Answer
 
-    def attention(self, request: Request) -> Tensor:
+    def mix(self, request: Request | Recurrence) -> Tensor:
         """Hand the call to `answer`."""
+        assert isinstance(request, Request)
         request.refuse_unknown(self.names)
         return self.answer(request)

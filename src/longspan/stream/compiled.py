@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from longspan.attention.call import Request
 from longspan.errors import ModelError
-from longspan.kernels.protocol import Score, wide
+from longspan.kernels.protocol import wide
+from longspan.recurrent.call import DeltaNet, Recurrence
 from longspan.stream.calls import Answer
 from longspan.stream.graph import DifferentiableHalves
 from longspan.stream.halves import ROUTING, Halves
@@ -39,7 +40,7 @@ class Compiler:
     """
 
     backend: str
-    graphs: dict[Any, tuple[Graph, Asked | None]] = field(default_factory=dict)
+    graphs: dict[Any, tuple[Graph, Any]] = field(default_factory=dict)
     joints: dict[Any, Joint | None] = field(default_factory=dict)
 
     @cached_property
@@ -51,16 +52,16 @@ class Compiler:
         return Compiler(self.backend)
 
     def graph(
-        self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], asked: list[Asked]
-    ) -> tuple[Graph, Asked | None]:
-        """Return the compiled function of these tensors, tracing it at its first use.
+        self, key: Any, function: Callable[..., Any], tensors: Sequence[Tensor], form: list[Any]
+    ) -> tuple[Graph, Any]:
+        """Return the compiled function of these tensors, tracing it at its first use, and the mixer's form.
 
         Args:
-            asked: where tracing leaves what the layer asks of attention, if it meets the attention.
+            form: where tracing leaves what is no tensor of the mixer's call, if it meets that.
         """
         if key not in self.graphs:
             compiled = self._compiled(_traced(function, tensors))
-            self.graphs[key] = compiled, asked[0] if asked else None
+            self.graphs[key] = compiled, form[0] if form else None
         return self.graphs[key]
 
     def joint(
@@ -86,13 +87,6 @@ def _traced(function: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx
     return traced
 
 
-class Asked(NamedTuple):
-    """What a layer asks of attention besides its tensors: the same each time that its code runs."""
-
-    score: Score
-    window: int | None
-
-
 class CompiledHalves(Halves):
     """Halves that run compiled; tiles of another size than `tokens` run eagerly, as each size would be compiled."""
 
@@ -116,25 +110,27 @@ class CompiledHalves(Halves):
         y, _, choices = self.after(x, kwargs, answer(self.before(x, first, names)))
         return y, choices
 
-    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], wanted: str = "qkv") -> Request:
-        """Run the half before attention; of q, k and v only those `wanted` are computed, and sinks with all of them."""
+    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], wanted: str = "qkv") -> Any:
+        """Run the half before the mixer; of q, k and v only those `wanted` are computed."""
         if x.shape[1] != self.tokens:
             return super().before(x, kwargs, names)
         plain = super().before
 
         def function(inputs: Inputs, x: Tensor) -> tuple[Tensor, ...]:
             request = plain(x, inputs.kwargs, names)
-            asked.append(Asked(request.score, request.window))
-            return request.differentiable() if wanted == "qkv" else tuple(getattr(request, name) for name in wanted)
+            form.append(request.form)
+            return request.tensors(wanted)
 
-        asked: list[Asked] = []
-        results, found = self._run(("before", wanted), function, kwargs, [x], asked)
+        form: list[Any] = []
+        results, found = self._run(("before", wanted), function, kwargs, [x], form)
+        if isinstance(found, DeltaNet):
+            tokens, *weights = results
+            return Recurrence(found, tokens, tuple(weights))  # type: ignore[arg-type]
         given = dict(zip([*wanted, "sinks"], results, strict=False))
-        assert found is not None
         q, k, v = (given.get(name) for name in "qkv")
         return Request(self.layer, q, k, v, found.score, window=found.window, sinks=given.get("sinks"))  # type: ignore[arg-type]
 
-    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None, Choices | None]:
+    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, None, Choices | None]:
         """Run the half after attention; the call it answers is not returned."""
         if x.shape[1] != self.tokens:
             return super().after(x, kwargs, out)
@@ -228,10 +224,10 @@ class CompiledHalves(Halves):
     def differentiate_before(
         self, x: Tensor, kwargs: dict[str, Any], grads: Sequence[Tensor], need_x: bool, names: frozenset[str]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Differentiate the half before attention: gradients of x and of the parameters.
+        """Differentiate the half before the mixer: gradients of x and of the parameters.
 
         Args:
-            grads: of what `Request.differentiable` returns.
+            grads: of what the call's `differentiable` returns, of the first of these.
         """
         plain = super().before
 
@@ -246,11 +242,11 @@ class CompiledHalves(Halves):
         return dx, rest
 
     def _run(
-        self, half: Any, function: Callable[..., Any], kwargs: dict[str, Any], tensors: list[Tensor], asked: Any = None
-    ) -> tuple[Any, Asked | None]:
+        self, half: Any, function: Callable[..., Any], kwargs: dict[str, Any], tensors: list[Tensor], form: Any = None
+    ) -> tuple[Any, Any]:
         call = self._call(half, function, kwargs, tensors)
         with torch.no_grad():
-            graph, found = self.compiler.graph(call.key, call.function, call.flow, asked)
+            graph, found = self.compiler.graph(call.key, call.function, call.flow, form)
             return graph(*call.flow), found
 
     def _call(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longspan.attention.call import Call, Request
+from longspan.attention.call import Call
 from longspan.errors import ModelError
 from longspan.stream.calls import Answer, Capture, Compute, Inject, StopLayer
 from longspan.stream.routing import Choices, Routing
@@ -50,18 +50,19 @@ class Halves:
         """Whether tiles of so many tokens have derivatives of their own."""
         return False
 
-    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], wanted: str = "qkv") -> Request:
-        """Run the layer on a tile up to its attention call; of q, k and v at least those `wanted` are computed."""
+    def before(self, x: Tensor, kwargs: dict[str, Any], names: frozenset[str], wanted: str = "qkv") -> Any:
+        """Run the layer on a tile up to its mixer's call -> `Request`, with those of q, k and v that are `wanted` at
+        least, or `Recurrence`."""
         capture = Capture(names)
         try:
             self.whole(x, kwargs, capture)
         except StopLayer:
             pass
         if capture.request is None:
-            raise ModelError(f"{type(self.layer).__name__} ended without calling attention.")
+            raise ModelError(f"{type(self.layer).__name__} ended without calling its mixer.")
         return capture.request
 
-    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Request | None, Choices | None]:
+    def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, Any, Choices | None]:
         """Run the layer on a tile whose attention output is known.
 
         Returns:
@@ -71,7 +72,7 @@ class Halves:
         inject = Inject(out)
         y, choices = self.whole(x, kwargs, inject)
         if inject.request is None:
-            raise ModelError(f"{type(self.layer).__name__} ended without calling attention.")
+            raise ModelError(f"{type(self.layer).__name__} ended without calling its mixer.")
         return y, inject.request, choices
 
 

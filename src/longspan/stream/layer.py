@@ -14,17 +14,20 @@ from longspan.attention.call import Request
 from longspan.batch import Shard
 from longspan.errors import ModelError
 from longspan.plan.keep import Keep, Memory
+from longspan.recurrent.build import Recurrent
+from longspan.recurrent.call import DeltaNet, Recurrence
 from longspan.stream.arguments import Arguments
 from longspan.stream.compiled import CompiledHalves, Compiler
 from longspan.stream.function import Mixing, StreamedLayer
 from longspan.stream.halves import Halves
-from longspan.stream.mixing import PrefixMixing, WholeMixing
+from longspan.stream.mixing import PrefixMixing
 from longspan.stream.passage import Passage
 from longspan.stream.quantized import quantised
 from longspan.stream.routing import Balance, Choices, TileRouting
 from longspan.stream.run import LayerRun
 from longspan.stream.segment import Pass, Segment
 from longspan.stream.settings import Settings
+from longspan.stream.whole import WholeAttention, WholeRecurrence
 from longspan.weights import under_zero3
 
 
@@ -38,13 +41,14 @@ class StreamedCall(Protocol):
     segment: Segment | None
     balance: Balance | None
     names: frozenset[str]
+    recurrent: Recurrent
 
     def attend_in(self, layer: int, request: Request) -> Attend:
         """Return what a streamed layer attends with."""
         ...
 
-    def attention(self, request: Request) -> Tensor:
-        """Attend over the whole sequence."""
+    def mix(self, request: Request | Recurrence) -> Tensor:
+        """Mix tokens over the whole sequence."""
         ...
 
 
@@ -52,11 +56,12 @@ class Streamed:
     """Stands in for the `forward` of a decoder layer.
 
     Args:
-        context: name of the keyword argument that carries the attention call.
+        context: name of the keyword argument that carries the mixer's call.
+        net: its recurrent mixer, if it has that in place of attention.
     """
 
-    def __init__(self, layer: nn.Module, index: int, name: str, context: str) -> None:
-        self.layer, self.index, self.name, self.context = layer, index, name, context
+    def __init__(self, layer: nn.Module, index: int, name: str, context: str, net: DeltaNet | None = None) -> None:
+        self.layer, self.index, self.name, self.context, self.net = layer, index, name, context, net
         self.original = layer.forward
         self.signature = inspect.signature(self.original)
         self.halves = Halves(layer, self.original, next(iter(self.signature.parameters)), context)
@@ -88,7 +93,7 @@ class Streamed:
         run = LayerRun(halves, arguments, tiles, draws, call.names, settings, routing=listening)
         parameters = [p for p in self.layer.parameters() if p.requires_grad]
         opens = keep.has_x and memory.of(self.index + 1).rebuilds
-        layer_pass = Pass(self.layer, self.index, self._mixing(run, call), keep, opens, call)
+        layer_pass = Pass(self.layer, self.index, self._mixing(run, call, x.device), keep, opens, call)
         results = StreamedLayer.apply(layer_pass, torch.is_grad_enabled(), x, *parameters)
         if call.balance is None or routing is None:
             return results
@@ -113,8 +118,8 @@ class Streamed:
         kwargs = arguments.tile(0, x.shape[1])
         through, routing = call.compiler.differentiable.through, call.balance and call.balance.of(self.layer)
         if call.balance is None or routing is None:
-            return through(self.halves, x, kwargs, call.names, call.attention)
-        y, choices = routing.listen(lambda: through(self.halves, x, kwargs, call.names, call.attention))
+            return through(self.halves, x, kwargs, call.names, call.mix)
+        y, choices = routing.listen(lambda: through(self.halves, x, kwargs, call.names, call.mix))
         call.balance.add(choices, routing.gates)
         return y
 
@@ -123,7 +128,9 @@ class Streamed:
         if call.compiler is None or call.shard.layout.shard_tokens < (call.memory.tile_tokens or 0):
             return False
         if call.memory.of(self.index) is Keep.GRAPH and (
-            call.shard.layout.shard_tokens != call.memory.tile_tokens or any(map(quantised, self.layer.modules()))
+            self.net is not None
+            or call.shard.layout.shard_tokens != call.memory.tile_tokens
+            or any(map(quantised, self.layer.modules()))
         ):
             return False
         return not (
@@ -131,7 +138,10 @@ class Streamed:
             and any(getattr(m, "p", 0) and "Dropout" in type(m).__name__ for m in self.layer.modules())
         )
 
-    def _mixing(self, run: LayerRun, call: StreamedCall) -> Mixing:
+    def _mixing(self, run: LayerRun, call: StreamedCall, device: torch.device) -> Mixing:
+        if self.net is not None:
+            share = call.shard.share(self.net.heads, self.net.width - 1, device)
+            return WholeRecurrence(run, call.recurrent, share, call.passage.stash)
         attend_in = functools.partial(call.attend_in, self.index)
-        kind = PrefixMixing if call.shard.layout.ring == 1 else WholeMixing
+        kind = PrefixMixing if call.shard.layout.ring == 1 else WholeAttention
         return kind(run, attend_in, call.shard, call.passage.stash)

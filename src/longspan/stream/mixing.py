@@ -1,4 +1,4 @@
-"""The two ways in which the tiles of a layer attend to each other."""
+"""The tiles of a layer one after the other, each attending to those before it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import Request
-from longspan.attention.ring import Ring
 from longspan.batch import Shard
 from longspan.comm.pending import Pending
 from longspan.plan.keep import Keep
@@ -277,103 +276,5 @@ class _Backward:
         leaving, d_sinks = self.leaving.pop(index)
         dqkv = leaving.wait()
         dtype = dqkv[0].dtype
-        self.tiles.pop(index).before([part.to(dtype) for part in dqkv], d_sinks)
-
-
-class WholeMixing(Mixing):
-    """Capture every tile, attend over the whole sequence, inject every tile: serves any exchange.
-
-    Cost: a tile runs up to its attention twice in forward (the second time without it), and three times in backward.
-    """
-
-    def __init__(self, run: LayerRun, attend_in: AttendIn, shard: Shard, stash: Stash) -> None:
-        self.run, self.attend_in, self.shard, self.stash = run, attend_in, shard, stash
-        self.counts: list[int] = []  # of the products that each tile keeps
-        self.known: Attending | None = None
-
-    @as_then
-    def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
-        """Fill y; return q, k and v of this rank's heads if kept, then out of its tokens and lse if kept."""
-        first = self.known is None
-        qkv = self._capture(x)
-        out, lse = self._attend(*qkv)
-        products: list[Tensor] = []
-        if y is not None:
-            if first:  # when it is rebuilt, each tile finds the random numbers of its first run
-                self.run.rewind()
-            if keep is Keep.PRODUCTS:
-                products = self._finish(x, out, y)
-            else:
-                self.replay(x, (out, lse), y)
-        return (*products, *(qkv if keep.has_kv else ()), *((out, lse) if keep.has_out else ()))
-
-    def _finish(self, x: Tensor, out: Tensor, y: Tensor) -> list[Tensor]:
-        """Fill y, keeping products; return those of all tiles."""
-        self.counts, found = [], []
-        for index, at in enumerate(self.run.tiles):
-            span = slice(at.start, at.stop)
-            y[:, span], products = self.run.after_keeping(index, x[:, span], out[:, span])
-            self.counts.append(len(products))
-            found += products
-        return found
-
-    @as_then
-    def replay(self, x: Tensor, kept: tuple[Tensor, ...], y: Tensor) -> None:
-        """Fill y from the kept attention output."""
-        (out,) = self.stash.get(kept[-2:-1])
-        for index, at in enumerate(self.run.tiles):
-            y[:, at.start : at.stop] = self.run.after(index, x[:, at.start : at.stop], out[:, at.start : at.stop])[0]
-
-    @as_then
-    def backward(self, x: Tensor, kept: tuple[Tensor, ...], keep: Keep, gradients: Gradients) -> None:
-        """Inject with gradients, differentiate attention, capture with gradients."""
-        how, run = self.known, self.run
-        assert how is not None
-        ulysses = how.ulysses
-        kept = self.stash.get(kept)
-        with torch.no_grad():
-            q, k, v = kept[-5:-2] if keep.has_kv else self._capture(x)
-            out, lse = kept[-2:] if keep.has_out else self._attend(q, k, v)
-        products = iter(kept)  # they come first
-        dout = torch.empty_like(out)
-        for index, at in enumerate(run.tiles):
-            known = [next(products) for _ in range(self.counts[index])] if self.counts else ()
-            tile = run.backward(index, gradients, known)
-            dout[:, at.start : at.stop] = tile.after(out[:, at.start : at.stop], hold=False)
-        del products, known, tile
-        out, dout = ulysses.enter_queries(out, dout).wait()
-        saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = _ring(how).backward(dout, saved, how.shard.schedule, how.score)
-        d_sinks = how.sinks_gradient(dout, out, lse)
-        parts = (dq, ulysses.contract(dk), ulysses.contract(dv))
-        dqkv = ulysses.leave_gradients(*(part.to(q.dtype) for part in parts)).wait()
-        out_dtype = q.dtype
-        del q, k, v, out, dout, saved, dq, dk, dv, parts
-        for index, at in enumerate(run.tiles):
-            cut = [part[:, at.start : at.stop].to(out_dtype) for part in dqkv]
-            run.backward(index, gradients).before(cut, d_sinks if index == 0 else None)
-
-    def _capture(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of all tokens and this rank's heads."""
-        parts = []
-        for index, at in enumerate(self.run.tiles):
-            request = self.run.before(index, x[:, at.start : at.stop])
-            self.known = self.known or Attending.of(request, self.attend_in(request), self.shard, whole=True)
-            parts.append(request.operands())
-        q, k, v = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
-        assert self.known is not None
-        q, k, v = self.known.ulysses.enter(q, k, v).wait()
-        return q, k, v
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend over the whole sequence -> out of this rank's tokens, lse of its heads."""
-        how = self.known
-        assert how is not None
-        ulysses = how.ulysses
-        out, lse = _ring(how).forward(q, ulysses.expand(k), ulysses.expand(v), how.shard.schedule, how.score)
-        lse = how.absorb_(out, lse)
-        return ulysses.leave(out).wait(), lse
-
-
-def _ring(how: Attending) -> Ring:
-    return Ring(how.attend.kernel, how.attend.mesh.ring)
+        shared = () if d_sinks is None else (d_sinks,)
+        self.tiles.pop(index).before([part.to(dtype) for part in dqkv], shared)

@@ -50,12 +50,12 @@ class LayerRun:
         self._count(choices)
         return y
 
-    def before(self, index: int, x: Tensor, wanted: str = "qkv") -> Request:
-        """Run a tile up to its attention call; of q, k and v at least those `wanted` are in it."""
+    def before(self, index: int, x: Tensor, wanted: str = "qkv") -> Any:
+        """Run a tile up to its mixer's call, see `Halves.before`."""
         with self._ambient(index, x.device):
             return self.halves.before(x, self._kwargs(index), self.names, wanted)
 
-    def after(self, index: int, x: Tensor, out: Tensor) -> tuple[Tensor, Request | None, Choices | None]:
+    def after(self, index: int, x: Tensor, out: Tensor) -> tuple[Tensor, Any, Choices | None]:
         """Run a tile with its attention output [B, t, H, Dv] known -> [B, t, d], the call if it was recorded, and what
         the layer's gates chose if they are listened to."""
         with self._ambient(index, x.device):
@@ -223,16 +223,20 @@ class TileBackward(ABC):
         """Return a request with the tile's q, after `after(hold=True)`."""
 
     @abstractmethod
-    def before(self, dqkv: Sequence[Tensor], d_sinks: Tensor | None = None) -> None:
-        """Differentiate what comes before attention, given the gradients of q, k and v [B, t, heads, ...], and of the
-        sinks [H] where this tile is to count them."""
+    def before(self, douts: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> None:
+        """Differentiate what comes before the mixer.
+
+        Args:
+            douts: gradients of what it works on, [B, t, heads, ...] each: q, k and v, or a recurrence's tokens.
+            shared: gradients of what all tiles hand to it alike, for one of them.
+        """
 
 
 class EagerTile(TileBackward):
     """Runs the layer's code and autograd."""
 
     leaf: Tensor | None = None
-    request: Request | None = None
+    request: Any = None  # Request or Recurrence
 
     def after(self, out: Tensor, hold: bool) -> Tensor:
         """Run the tile with gradients; its q, k and v come along and stay if held."""
@@ -249,13 +253,13 @@ class EagerTile(TileBackward):
         assert self.request is not None
         return self.request
 
-    def before(self, dqkv: Sequence[Tensor], d_sinks: Tensor | None = None) -> None:
-        """Differentiate q, k, v and sinks, running the tile up to them again unless they were held."""
+    def before(self, douts: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> None:
+        """Differentiate the mixer's operands, running the tile up to them again unless they were held."""
         if self.leaf is None or self.request is None:
             self.leaf = self.gradients.leaf(self.at)
             self.request = self.run.before(self.index, self.leaf)
-        grads = _as_handed(dqkv, d_sinks)
-        outs = self.request.differentiable()[: len(grads)]
+        grads = [*douts, *shared]
+        outs = self.request.differentiable()[: len(grads)]  # tokens come first
         self.gradients.add(self.at, self.leaf, outs, [d.to(o.dtype) for d, o in zip(grads, outs, strict=True)])
 
 
@@ -279,18 +283,11 @@ class CompiledTile(TileBackward):
         """Compute q alone."""
         return self.run.before(self.index, self._x, "q")
 
-    def before(self, dqkv: Sequence[Tensor], d_sinks: Tensor | None = None) -> None:
-        """Differentiate the half before attention."""
-        grads = _as_handed(dqkv, d_sinks)
-        dx, parameters = self.run.differentiate_before(self.index, self._x, grads, self.gradients.need_x)
+    def before(self, douts: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> None:
+        """Differentiate the half before the mixer."""
+        dx, parameters = self.run.differentiate_before(self.index, self._x, [*douts, *shared], self.gradients.need_x)
         self.gradients.put(self.at, dx, parameters)
 
     @property
     def _x(self) -> Tensor:
         return self.gradients.x[:, self.at.start : self.at.stop]
-
-
-def _as_handed(dqkv: Sequence[Tensor], d_sinks: Tensor | None) -> list[Tensor]:
-    """Return gradients in the shape in which the layer handed their tensors to attention."""
-    grads = [d.transpose(1, 2) for d in dqkv]
-    return grads if d_sinks is None else [*grads, d_sinks]

@@ -56,6 +56,15 @@ class MetricsFile:
         self._path = path
         self._started = False
 
+    def go_on(self, step: int) -> None:
+        """Keep the rows of an earlier run up to a step, and append to them."""
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(self._path)
+        self._started = True
+
     def write(self, row: Row) -> None:
         """Write one row, whole, so that a reader never sees half of it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,16 +138,16 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
 
 
-def peak_bytes(device: torch.device, mesh: Mesh) -> tuple[int, int]:
-    """Return the peak of GPU and of host memory of a process, the largest over `mesh.world`.
+def peak_bytes(device: torch.device, mesh: Mesh, stop: bool = False) -> tuple[int, int, bool]:
+    """Return the peak of GPU and of host memory of a process, the largest over `mesh.world`, and whether any stops.
 
-    Cost: one all-reduce of two numbers.
+    Cost: one all-reduce of three numbers.
     """
     gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     unit = 1 if sys.platform == "darwin" else 1024
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    both = torch.tensor([gpu, host], dtype=torch.int64, device=device)
+    numbers = torch.tensor([gpu, host, stop], dtype=torch.int64, device=device)
     if mesh.world.group is not None:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=mesh.world.group)
-    gpu, host = both.tolist()
-    return gpu, host
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=mesh.world.group)
+    gpu, host, stops = numbers.tolist()
+    return gpu, host, bool(stops)

@@ -31,7 +31,7 @@ def attention(
             "keyword arguments on to its attention, or one of its parts was called by itself. Use handle.shard(batch), "
             "or `with handle.bypass():` for the plain model."
         )
-    return call.attention(masked(request, attention_mask)), None
+    return call.mix(masked(request, attention_mask)), None
 
 
 def request_of(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Request:

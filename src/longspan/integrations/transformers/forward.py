@@ -16,11 +16,13 @@ from longspan.batch import CACHES, CONTEXT, Shard
 from longspan.errors import BatchError, ModelError, TopologyError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.carry import Carry
+from longspan.integrations.transformers.dropout import OwnDraws
 from longspan.integrations.transformers.objective import balance_loss, global_loss
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
 from longspan.kernels.fit import FitKernel
 from longspan.loss import Head, tiled_loss, token_logps, token_scores
 from longspan.mesh import Mesh
+from longspan.recurrent.call import Recurrence
 from longspan.stream.quantized import whole_weights
 from longspan.stream.routing import Balance
 from longspan.stream.segment import Segment
@@ -28,12 +30,13 @@ from longspan.weights import under_zero3
 
 if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
+    from longspan.integrations.transformers.vision import Seen
 
 Output = Literal["loss", "logps", "logps_and_entropy", "scores"]
 
 
 class ForwardCall:
-    """What one forward pass carries: to the attention of its layers, and to the head and the rotary embeddings.
+    """What one forward pass carries: to the mixers of its layers, and to the head and the rotary embeddings.
 
     Not a dataclass on purpose: FSDP2 rebuilds dataclasses among the arguments of every layer, and a layer must meet
     this very object, with what earlier layers have left in it.
@@ -48,7 +51,7 @@ class ForwardCall:
     def __init__(
         self, applied: Applied, shard: Shard, names: frozenset[str], shift_labels: Tensor | None, output: Output
     ) -> None:
-        self.shard, self.attends = shard, applied.attends
+        self.shard, self.attends, self.recurrent = shard, applied.attends, applied.recurrent
         self.memory = applied.memory_of(shard)
         self.compiler = None if self.memory.compile is None else applied.compiler
         self.names, self.shift_labels, self.output = names, shift_labels, output
@@ -57,11 +60,12 @@ class ForwardCall:
         self.passage = applied.passage(shard, self.memory)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
+        self.seen: Seen | None = None  # what the vision tower made for this rank's tokens
 
     def left_behind(self) -> tuple[Carry, Balance | None]:
         """Return what the head and the gates made, and hold no part of the graph any more: its nodes hold this call."""
         left = self.carry, self.balance
-        self.carry, self.balance, self.segment = Carry(), None, None
+        self.carry, self.balance, self.segment, self.seen = Carry(), None, None, None
         return left
 
     def attend_in(self, layer: int, request: Request) -> Attend:
@@ -82,11 +86,16 @@ class ForwardCall:
                 "its settings were changed since. Call handle.remove() and prepare it again."
             ) from None
 
-    def attention(self, request: Request) -> Tensor:
-        """Attend over the whole sequence; q, k and v of this rank's tokens -> [B, s, H, Dv]."""
+    def mix(self, request: Request | Recurrence) -> Tensor:
+        """Mix over the whole sequence; operands of this rank's tokens -> [B, s, H, Dv]."""
+        expected = (self.shard.rows, self.shard.layout.shard_tokens)
+        if isinstance(request, Recurrence):
+            net, tokens = request.net, request.tokens
+            if tokens.shape[:2] != expected:
+                raise ModelError(f"A recurrent mixer was given {list(tokens.shape[:2])} tokens, not {list(expected)}.")
+            return self.recurrent(request, self.shard.share(net.heads, net.width - 1, tokens.device))
         request.refuse_unknown(self.names)
         q, k, v = request.operands()
-        expected = (self.shard.rows, self.shard.layout.shard_tokens)
         for name, t in (("q", q), ("k", k), ("v", v)):
             if t.shape[:2] != expected:
                 raise ModelError(
@@ -107,6 +116,7 @@ class Forward:
     def __init__(self, applied: Applied) -> None:
         self.applied = applied
         self.original = applied.model.forward
+        self.draws = OwnDraws(applied.model, applied.mesh.sequence, applied.parts.device)
         functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,9 +133,12 @@ class Forward:
             applied.compared = True
         device = applied.parts.device
         kwargs = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        if applied.vision is not None:
+            call.seen = applied.vision.see(call.shard, kwargs)
         outer, applied.call = applied.call, call
         try:
-            with nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance):
+            tap = nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance)
+            with tap, self.draws.drawn():
                 out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
@@ -136,7 +149,7 @@ class Forward:
                 f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
                 "one now. Resize embeddings and add adapters before longspan.prepare."
             )
-        fields = {key: value for key, value in out.items() if key != "logits"}
+        fields = {key: value for key, value in out.items() if key not in _LEFT_OUT}
         if call.output != "loss":
             if balance is not None:
                 fields["aux_loss"] = self._auxiliary(call, balance)[0]
@@ -204,7 +217,7 @@ class Forward:
                     f"The model was called with {name}={kwargs[name]!r} for its attention, which longspan does not "
                     "support yet; leaving it out would change the result."
                 )
-        attention = applied.model.config._attn_implementation
+        attention = applied.parts.trunk.config._attn_implementation
         if attention != NAME:
             raise ModelError(
                 f"The model's attention implementation was set to '{attention}' after longspan.prepare, so its tokens "
@@ -237,6 +250,9 @@ class Forward:
 
 _MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})
 """Arguments that some attention functions heed when the caller passes them to the model."""
+
+_LEFT_OUT = ("logits", "image_outputs", "video_outputs")
+"""Fields of a model's output that are of this rank alone."""
 
 _REFUSED = {
     "attention_mask": "handle.shard reads it from the full batch",
@@ -281,24 +297,24 @@ class HeadForward:
     def _made(self, call: ForwardCall, hidden: Tensor, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Make what the call asks for of hidden states [B, s, d], with a forward of the head."""
         head = Head(forward, tuple(p for p in self.module.parameters() if p.requires_grad))
-        labels = call.shift_labels
+        labels, options = call.shift_labels, self.applied.logit_options
         if labels is not None:
             labels = labels.to(hidden.device, non_blocking=True)
         results: tuple[Tensor, ...] = ()
         if call.output == "logps" and labels is not None:
-            results = (token_logps(hidden, head, labels),)
+            results = (token_logps(hidden, head, labels, options=options),)
         elif call.output == "logps_and_entropy" and labels is not None:
-            results = token_logps(hidden, head, labels, entropy=True)
+            results = token_logps(hidden, head, labels, entropy=True, options=options)
         elif call.output == "scores" and labels is not None:
-            results = token_scores(hidden, head, labels)
+            results = token_scores(hidden, head, labels, options)
         elif self.applied.logits:
             logits = forward(hidden, *args, **kwargs)
             if labels is not None:
-                results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels),)
+                results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels, options=options),)
             gathers = any(map(under_zero3, head.parameters))
             return call.carry.load(logits, results) if gathers else call.carry.beside(logits, results)
         elif labels is not None:
-            results = (tiled_loss(hidden, head, labels),)
+            results = (tiled_loss(hidden, head, labels, options=options),)
         return call.carry.load(hidden.new_empty(*hidden.shape[:2], 0), results)
 
 

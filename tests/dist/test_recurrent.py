@@ -1,0 +1,225 @@
+"""Models with gated delta nets against one device, in fp64: every exchange, packing and decision, and what must not leak."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from dense import TOLERANCE, apart, relative
+from models import Rows, build, one_device
+from pool import RunRanks
+from steps import adapted, gradients
+from torch import Tensor
+
+import longspan
+import longspan.recurrent.build as build_of_recurrence
+from longspan.check.float64 import float64_throughout
+from longspan.engines import build_engine
+from longspan.comm.regroup import Regroup
+from longspan.plan.keep import Keep, Memory
+from longspan.recurrent.build import Share
+from longspan.recurrent.rule import ChunkedRule
+from longspan.recurrent.stretch import Stretch
+
+pytestmark = pytest.mark.dist
+
+Errors = dict[str, float]
+
+FAMILIES = ("qwen3-next", "qwen3.5")
+DEGREES = {"u2": (2, 1), "r2": (1, 2), "2x2": (2, 2), "u4": (4, 1), "u3": (3, 1), "r3": (1, 3)}
+"""Of 2 and 3 key heads: 3 and 4 ranks are beyond the first, 4 beyond the second, and 2 divide the second unevenly."""
+
+ONE = Rows(((150,),))
+PACKED = Rows(((20, 1, 6, 14),), seed=1)
+RAGGED = Rows(((13, 4), (29,), (1, 1, 8)), seed=2)
+BATCHES = (ONE, PACKED, RAGGED)
+STREAMED = [
+    Memory(7, Keep.X_O),
+    Memory(1000, Keep.X_O_KV),
+    Memory(3, Keep.X),
+    Memory(7, (Keep.X, Keep.NONE, Keep.NONE)),
+    Memory(7, (Keep.X_O, Keep.OUT, Keep.GRAPH)),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    degrees: tuple[int, int]
+    memory: Memory = Memory()
+    steps: tuple[tuple[Rows, ...], ...] = ((PACKED,),)
+    engine: str = "single"
+    mistake: str | None = None
+    adapters: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.degrees[0] * self.degrees[1]
+
+
+def make(case: Case) -> Any:
+    """Build a model; with adapters on what is projected for the recurrences and from them."""
+    model = build(case.family)
+    if not case.adapters:
+        return model
+    targets = ["in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_a", "out_proj", "q_proj"]
+    return adapted(model, target_modules=[name for name in targets if f".{name}." in str(list(dict(model.named_parameters())))])
+
+
+@functools.cache
+def truth(case: Case) -> tuple[float, dict[str, Tensor], int]:
+    """Compute on one device; cached for cases that differ in how they run only."""
+    return one_device(make(case), [rows for steps in case.steps for rows in steps])
+
+
+def step_errors(case: Case) -> Errors:
+    """Train one step, of as many micro-batches as there are, and return the errors of the loss and of each gradient."""
+    ulysses, ring = case.degrees
+    told = 0.0
+    with float64_throughout():
+        loss, wanted, targets = truth(Case(case.family, (1, 1), steps=case.steps, adapters=case.adapters))
+        model, engine = make(case), build_engine(case.engine, torch.distributed.get_world_size())
+        with MISTAKES[case.mistake]() if case.mistake else nullcontext():
+            handle = longspan.prepare(
+                model,
+                case.size,
+                ulysses_degree=ulysses,
+                ring_degree=ring,
+                memory=case.memory,
+                grad_reduction=engine.grad_reduction,
+            )
+            module = engine.wrap(model, handle)
+            mine = case.steps[handle.mesh.data.rank]
+            for number, rows in enumerate(mine):
+                with engine.accumulating(last=number == len(mine) - 1):
+                    out = module(**handle.shard(rows.batch(), num_items=targets))
+                    out.loss.backward()
+                told += float(out.loss.detach())
+            engine.reduce()
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    assert all(float(g.abs().max()) > 1e-4 for g in wanted.values()), "a gradient that is worth no test"
+    return {name: relative(found[name], wanted[name]) for name in wanted} | {"loss": apart(told, loss)}
+
+
+def all_errors(cases: Sequence[Case]) -> list[tuple[Case, str, float]]:
+    """Run cases one after the other, and return what is wrong."""
+    return [
+        (case, name, error) for case in cases for name, error in step_errors(case).items() if not error <= TOLERANCE
+    ]
+
+
+@pytest.mark.parametrize("degrees", DEGREES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_one_device(run_ranks: RunRanks, family: str, degrees: str) -> None:
+    """Every batch meets plain and streamed layers; the decisions go round."""
+    turn = (2 * FAMILIES.index(family) + list(DEGREES).index(degrees)) % len(STREAMED)
+    ways = [*STREAMED[turn:], *STREAMED[:turn]]
+    cases = [Case(family, DEGREES[degrees], Memory(), ((rows,),)) for rows in BATCHES]
+    cases += [Case(family, DEGREES[degrees], way, ((rows,),)) for way, rows in zip(ways, BATCHES, strict=False)]
+    for wrong in run_ranks(cases[0].size, all_errors, cases):
+        assert not wrong
+
+
+@pytest.mark.parametrize("way", STREAMED, ids=lambda way: str(way.keep))
+def test_every_decision_on_one_rank_of_each_data_rank(run_ranks: RunRanks, way: Memory) -> None:
+    steps = ((PACKED, ONE), (RAGGED, PACKED))
+    for wrong in run_ranks(2, all_errors, [Case(family, (1, 1), way, steps) for family in FAMILIES]):
+        assert not wrong
+
+
+@pytest.mark.parametrize("memory", [Memory(), Memory(7, Keep.X_O)], ids=["plain", "streamed"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_engines_and_accumulation(run_ranks: RunRanks, engine: str, memory: Memory) -> None:
+    steps = ((PACKED, RAGGED),)
+    for wrong in run_ranks(2, all_errors, [Case(family, (2, 1), memory, steps, engine) for family in FAMILIES]):
+        assert not wrong
+
+
+@pytest.mark.parametrize("memory", [Memory(), Memory(7, Keep.X)], ids=["plain", "streamed"])
+def test_adapters_on_projections(run_ranks: RunRanks, memory: Memory) -> None:
+    pytest.importorskip("peft")
+    for wrong in run_ranks(2, all_errors, [Case(family, (2, 1), memory, adapters=True) for family in FAMILIES]):
+        assert not wrong
+
+
+def one_document() -> Any:
+    """Let recurrences take each row for one document, as cu_seqlens of a whole row does."""
+    right = Share.of
+    return patch.object(Share, "of", lambda mask, *rest: right(replace(mask, documents=None), *rest))
+
+
+def conv_across_documents() -> Any:
+    right = build_of_recurrence.causal_conv
+    return patch.object(
+        build_of_recurrence, "causal_conv", lambda x, w, numbers, halo: right(x, w, torch.zeros_like(numbers), halo)
+    )
+
+
+def state_across_documents() -> Any:
+    right = ChunkedRule.outputs
+
+    def outputs(self: ChunkedRule, operands: Any, stretch: Stretch, state: Tensor | None) -> Tensor:
+        return right(self, operands, replace(stretch, numbers=torch.zeros_like(stretch.numbers)), state)
+
+    return patch.object(ChunkedRule, "outputs", outputs)
+
+
+def no_halo() -> Any:
+    right = Share.of
+    return patch.object(Share, "of", lambda mask, rows, layout, axis, heads, halo, device: right(
+        mask, rows, layout, axis, heads, 0, device
+    ))
+
+
+def halo_without_gradient() -> Any:
+    """Cut the gradient of the tokens before a stretch."""
+    right = Regroup.to_shard
+
+    def to_shard(self: Regroup, y: Tensor, halo: bool = False) -> Tensor:
+        more = y.shape[1] - len(self.piece(self.stretch))
+        return right(self, torch.cat([torch.zeros_like(y[:, :more]), y[:, more:]], 1), halo)
+
+    return patch.object(Regroup, "to_shard", to_shard)
+
+
+def state_not_passed() -> Any:
+    right = Regroup.states_before
+    return patch.object(Regroup, "states_before", lambda self, state: [0 * s for s in right(self, state)])
+
+
+def state_without_gradient() -> Any:
+    right = Regroup.states_after
+    return patch.object(Regroup, "states_after", lambda self, states, like: 0 * right(self, states, like))
+
+
+MISTAKES: dict[str, Any] = {
+    "one-document": one_document,
+    "conv-across-documents": conv_across_documents,
+    "state-across-documents": state_across_documents,
+    "no-halo": no_halo,
+    "halo-without-gradient": halo_without_gradient,
+    "state-not-passed": state_not_passed,
+    "state-without-gradient": state_without_gradient,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_check_goes_red_for(run_ranks: RunRanks, mistake: str) -> None:
+    """On 3 ranks, which is beyond 2 key heads, of a row whose documents go on from rank to rank."""
+    for wrong in run_ranks(3, all_errors, [Case("qwen3-next", (3, 1), mistake=mistake)]):
+        assert max(error for _, _, error in wrong) > 1e-4
+
+
+@pytest.mark.parametrize(("degrees", "keep"), [("u2", Keep.PRODUCTS), ("r2", Keep.X_O), ("u4", Keep.X_O_KV)])
+def test_compiled_tiles(run_ranks: RunRanks, degrees: str, keep: Keep) -> None:
+    """The last tile of each rank is smaller, and runs as it is."""
+    case = Case("qwen3.5", DEGREES[degrees], Memory(9, keep, "eager"))
+    for wrong in run_ranks(case.size, all_errors, [case], timeout_s=300):
+        assert not wrong
