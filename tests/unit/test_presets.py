@@ -28,8 +28,6 @@ REFUSED = {
     "tiny-gpt-oss": r"GptOssAttention of layer 0 asks attention for .*(window|sliding).*24",
     "tiny-qwen3-next": r"model\.layers\.0 \(Qwen3NextDecoderLayer\) never calls the attention interface",
     "tiny-qwen3.5": r"model\.layers\.0 \(Qwen3_5DecoderLayer\) never calls the attention interface",
-    "tiny-qwen2.5-vl": r"has vision_config besides its text model",
-    "tiny-qwen3-vl": r"has vision_config besides its text model",
 }
 BILLIONS = {
     "llama-1b": 1.236,

@@ -149,7 +149,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "own-mask": (lambda: model(hf.DogeConfig(**SIZES)), "DogeAttention of layer 0 passes its own attention mask"),
     "no-interface": (
         lambda: model(hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=4)),
-        "BloomForCausalLM does not call its attention through transformers' attention interface",
+        "BloomModel does not call its attention through transformers' attention interface",
     ),
     "not-causal": (
         lambda: model(hf.BertConfig(**SIZES, is_decoder=False, attention_probs_dropout_prob=0.0)),
