@@ -423,7 +423,8 @@ def holding(stage: int, bf16: bool) -> tuple[dict[str, float], dict[str, float],
         config = LlamaConfig(
             vocab_size=256, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
         )
-        model = LlamaForCausalLM(config).to(torch.bfloat16 if bf16 and not stage else torch.float32).train()
+        model: Any = LlamaForCausalLM(config)
+        model = model.to(torch.bfloat16 if bf16 and not stage else torch.float32).train()
         count = sum(p.numel() for p in model.parameters())
         handle = longspan.prepare(model, 2, memory=Memory())
         told: list[Any] = []

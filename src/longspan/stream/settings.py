@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from types import NoneType
@@ -96,7 +96,7 @@ def as_then(method: _Method) -> _Method:
 
 
 @contextmanager
-def _trained(changed: list[tuple[Tensor, bool]]) -> Iterator[None]:
+def _trained(changed: Sequence[tuple[Tensor, bool]]) -> Iterator[None]:
     """Switch gradients of parameters on or off for a while."""
     for parameter, trained in changed:
         parameter.requires_grad_(trained)

@@ -54,7 +54,7 @@ def identity(config: RunConfig, corpus: Corpus, engine: str, processes: int) -> 
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (corpus.starts, corpus.tokens, corpus.labels):
         if tensor is not None:
-            digest.update(tensor.contiguous().numpy())
+            digest.update(tensor.contiguous().numpy().data)
     zero = engine.startswith("zero-")
     sections = {f"model.{name}": value for name, value in config.model.model_dump(mode="json").items()}
     sections |= {f"adapter.{name}": value for name, value in config.adapter.model_dump(mode="json").items()}

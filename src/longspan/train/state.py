@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from longspan.engines import Zero
 from longspan.errors import TrainingError
@@ -32,7 +33,7 @@ def write_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping,
         engine.save(folder / _ENGINE, {})
     else:
         state |= _weights(model) | _optimizer(model, stepping.optimizer, None) | stepping.carried()
-    dcp.save(state, storage_writer=FileSystemWriter(str(folder)))
+    save(state, storage_writer=FileSystemWriter(str(folder)))
 
 
 def read_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, device: torch.device) -> None:
@@ -55,7 +56,7 @@ def read_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, 
             held = {n: t for n, t in _optimizer(model, stepping.optimizer, empty_state).items() if n in known}
             carried = {name: torch.zeros(()) for name in known if name.startswith("stepping.")}
             state |= _weights(model) | held | carried
-        dcp.load(state, storage_reader=reader)
+        load(state, storage_reader=reader)
     except TrainingError:
         raise
     except Exception as error:
@@ -134,7 +135,7 @@ class _Reader(FileSystemReader):
         """Return the table of all tensors."""
         with (Path(self.path) / ".metadata").open("rb") as file:
             table: Metadata = _Table(file).load()
-        table.storage_meta = table.storage_meta or self.storage_meta()
+        table.storage_meta = table.storage_meta or StorageMeta()
         table.storage_meta.load_id = self.load_id
         return table
 
