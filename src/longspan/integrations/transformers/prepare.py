@@ -129,8 +129,8 @@ def _exchange_rule(
     asked: KvExchange, shapes: list[Shape], degrees: Degrees, chosen: dict[Kind, Kernel], device: torch.device
 ) -> ExchangeRule:
     """Return how exchanges are decided: by what the layers' heads and kernels allow."""
-    splits = [HeadSplit(shape.heads, shape.kv_heads, degrees.ulysses) for shape in shapes]
-    fewest = min(len(heads) for split in splits for heads in split.key)
+    splits = [HeadSplit(shape.heads, shape.kv_heads, degrees.ulysses) for shape in shapes if not shape.recurrent]
+    fewest = min((len(heads) for split in splits for heads in split.key), default=1)
     refusals = []
     for kind, kernel in chosen.items():
         dtype = _compute_dtype(next(shape.dtype for shape in shapes if shape.kind == kind), device)
