@@ -163,10 +163,16 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):  # slow decay: what leaks through a state is seen far away
-                parameter.copy_(torch.linspace(-4.0, -2.0, parameter.numel()))
+    slow_decay(model)
     return model.train()
+
+
+def slow_decay(model: torch.nn.Module) -> None:
+    """Let states of gated delta nets live long, so that what leaks through them is seen far away."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.linspace(-4.0, -2.0, parameter.numel()))
 
 
 def _mixed_heads(dtype: torch.dtype, seed: int) -> Any:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import models
 import pytest
+import test_zero
 import torch
 from dense import TOLERANCE, apart, relative
 from models import Rows, build, one_device
 from pool import RunRanks
 from steps import adapted, gradients
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import longspan
 import longspan.recurrent.build as build_of_recurrence
@@ -223,3 +227,98 @@ def test_compiled_tiles(run_ranks: RunRanks, degrees: str, keep: Keep) -> None:
     case = Case("qwen3.5", DEGREES[degrees], Memory(9, keep, "eager"))
     for wrong in run_ranks(case.size, all_errors, [case], timeout_s=300):
         assert not wrong
+
+
+def step_under_autocast(model: Any, memory: Memory | None) -> dict[str, Tensor]:
+    """Return gradients under bf16 autocast; None for the plain model."""
+    model = copy.deepcopy(model)
+    with float64_throughout():
+        fields = ONE.batch()  # random numbers depend on the default dtype
+    handle = None if memory is None else longspan.prepare(model, memory=memory)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**(fields | {"use_cache": False} if handle is None else handle.shard(fields))).loss
+    loss.backward()
+    return gradients(model)
+
+
+def test_autocast_rounds_as_it_does_in_the_plain_model() -> None:
+    model = build("qwen3.5", torch.float32)
+    with float64_throughout():
+        true = one_device(copy.deepcopy(model).double(), [ONE])[1]
+
+    def error(memory: Memory | None) -> float:
+        found = step_under_autocast(model, memory)
+        errors = [float((g - true[name]).norm() / true[name].norm()) for name, g in found.items()]
+        return float(torch.tensor(errors).square().mean().sqrt())
+
+    plain = error(None)
+    assert 0.01 < plain < 0.5
+    for memory in (Memory(), Memory(13, Keep.X_O), Memory(13, Keep.X)):
+        assert error(memory) < 1.3 * plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prepared_model_evaluates_generates_and_is_given_back(family: str) -> None:
+    model = build(family).eval()
+    before = [set(vars(module)) for module in model.modules()]
+    with float64_throughout():
+        wanted, fields = one_device(model, [RAGGED])[0], RAGGED.batch()
+        prompt = fields["input_ids"][:, :9]
+    with torch.no_grad(), float64_throughout():
+        answer = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        handle = longspan.prepare(model, memory=Memory(7, Keep.X))
+        assert apart(float(model(**handle.shard(fields)).loss), wanted) < TOLERANCE
+        with handle.bypass():
+            assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), answer)
+    other = copy.deepcopy(model)
+    mixers = [(module, vars(module)["forward"]) for module in other.modules() if hasattr(module, "A_log")]
+    assert mixers and all(forward.module is module for module, forward in mixers), "a copy runs its own weights"
+    handle.remove()
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+def small(dtype: torch.dtype = torch.float32) -> Any:
+    """Build a model for DeepSpeed's stages, which compute in fp32."""
+    torch.manual_seed(11)
+    config = models.FAMILIES["qwen3.5"]()
+    config.vocab_size, config.initializer_range = 61, 0.1
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    models.slow_decay(model)
+    return model.train().to(dtype)
+
+
+def of_small_models(function: Callable[[Any], Any], given: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Call a function of the tests of DeepSpeed's stages for this model."""
+    memories = {"x, none": Memory(5, (Keep.X, Keep.NONE, Keep.NONE))}  # of three layers
+    with (
+        patch.object(test_zero, "model_of", lambda *_: small(dtype)),
+        patch.dict(test_zero.MEMORIES, memories),
+        float64_throughout() if dtype == torch.float64 else nullcontext(),
+    ):
+        return function(given)
+
+
+@functools.cache
+def trained_in(dtype: torch.dtype) -> Any:
+    return of_small_models(test_zero.one_process, 2, dtype)
+
+
+@pytest.mark.parametrize(("stage", "memory"), [(2, "x+O"), (3, "plain"), (3, "x+O"), (3, "x, none")])
+def test_stages_of_deepspeed(run_ranks: RunRanks, stage: int, memory: str) -> None:
+    """Convolution, `A_log` and `dt_bias` are read as weights, and gathered all the same.
+
+    Five steps in fp32 part from those in fp64 in the plain model too; what else was wrong would be of order one.
+    """
+    true, plain, start = trained_in(torch.float64), trained_in(torch.float32), dict(small().named_parameters())
+
+    def errors(history: Any) -> dict[str, float]:
+        moved = {name: (p - start[name]).detach() for name, p in true.parameters.items()}
+        assert min(float(m.norm()) for m in moved.values()) > 1e-4
+        return {n: float((history.parameters[n] - p).norm() / moved[n].norm()) for n, p in true.parameters.items()}
+
+    worst = max(errors(plain).values())
+    assert worst < 5e-3
+    case = test_zero.Case(stage, test_zero.LAYOUTS["sp2 ulysses"], memory)
+    for found in run_ranks(2, of_small_models, test_zero.divided, case, timeout_s=200):
+        assert found.losses == pytest.approx(true.losses, rel=1e-4)
+        assert max(errors(found).values()) < 2 * worst
