@@ -75,7 +75,9 @@ def check(rank: int, port: int, kernel: str) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, device_id=device)
+    dist.init_process_group(
+        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, device_id=device
+    )
     alone = build_mesh(data_parallel_ranks(1, None), Degrees(1, 1, ""), "cuda")
     meshes = [build_mesh(data_parallel_ranks(WORLD, None), Degrees(u, r, ""), "cuda") for u, r in ((2, 1), (1, 2))]
     for mask in (Mask(TOKENS), Mask(TOKENS, None, WINDOW), Mask(TOKENS, ((0, 700, 1500),), WINDOW)):
