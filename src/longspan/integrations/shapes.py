@@ -101,6 +101,8 @@ def _operands(config: Any, index: int) -> Operands:
     if kinds is not None and kinds[index] == "linear_attention" and hasattr(config, "linear_num_value_heads"):
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         return _Heads(values, keys, config.linear_key_head_dim, config.linear_value_head_dim, recurrent=True)
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4: the heads of a layer are told by a config of its own
+        config = config.per_layer_config[index]
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     value = getattr(config, "v_head_dim", None) or width
