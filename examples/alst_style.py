@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/alst_style.py
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -106,5 +107,7 @@ def main(stage: int = 3, seen: Callable[[int, Any, Any, Any, Any], None] = lambd
 
 
 if __name__ == "__main__":
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # kernels and collectives run on the current device
     deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo")
     print(f"rank {dist.get_rank()}: {main()} steps")

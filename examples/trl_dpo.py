@@ -73,9 +73,11 @@ def main() -> None:
     options.add_argument("--beta", type=float, default=0.1)
     asked = options.parse_args()
     ranks, on_gpu = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)  # kernels and collectives run on the current device
     if ranks > 1:
         dist.init_process_group("nccl" if on_gpu else "gloo")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     policy, reference = build(asked.model).to(device), build(asked.model).to(device).eval().requires_grad_(False)
     handle, behind = (longspan.prepare(model, sequence_parallel_size=ranks) for model in (policy, reference))
     wrapped = DistributedDataParallel(policy) if ranks > 1 else policy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,14 @@ from longspan.errors import BatchError
 from longspan.layout import Layout, Piece
 from longspan.mask import Mask
 from longspan.mesh import Mesh
+from longspan.needs import Needs
+from longspan.plan.exchange import ALONE, AUTOMATIC, Decision, ExchangeRule
 from longspan.recurrent.build import Share
+from longspan.segments import segment_layout
 from longspan.stream.prefix import Tiles
+
+if TYPE_CHECKING:
+    from longspan.images import Route
 
 IGNORE_INDEX = -100
 """Label of a token without a target, as in torch's cross-entropy."""
@@ -47,6 +53,8 @@ class Shard:
         tile_tokens: tokens per tile in which this rank's layers run; None when they run whole.
         passed: names of the fields that were handed through as they came.
         fingerprint: the same on ranks that were given the same batch.
+        route: how features of images reach this rank's tokens; None for models without images.
+        exchange: how keys come to the queries of other ring ranks, and why.
     """
 
     mesh: Mesh
@@ -60,6 +68,9 @@ class Shard:
     tile_tokens: int | None = None
     passed: tuple[str, ...] = ()
     fingerprint: int = 0
+    route: Route | None = None
+    exchange: Decision = ALONE
+    views: dict[int, Shard | None] = field(default_factory=dict, compare=False, repr=False)
 
     def share(self, heads: int, halo: int, device: torch.device) -> Share:
         """Return what this rank works on of recurrences with so many heads, worked out once for all layers.
@@ -76,10 +87,19 @@ class Shard:
     def _shares(self) -> dict[tuple[int, int, torch.device], Share]:
         return {}
 
+    def within(self, window: int | None) -> Shard:
+        """Return the part as layers see it whose tokens see so many tokens; worked out once for all of them."""
+        if window is None:
+            return self
+        if window not in self.views:
+            mask = self.mask.within(window)
+            self.views[window] = None if mask == self.mask else replace(self, mask=mask, views={})
+        return self.views[window] or self
+
     @cached_property
     def schedule(self) -> Schedule:
         """Kernel calls of this rank, worked out at first use and then shared by all layers."""
-        return Schedule.of(self.mask, self.layout, self.mesh.ring.rank)
+        return Schedule.of(self.mask, self.layout, self.mesh.ring.rank, self.exchange.exchange, self.rows)
 
     @cached_property
     def tiles(self) -> Tiles:
@@ -100,6 +120,8 @@ def shard_batch(
     num_items: int | Tensor | None = None,
     token_fields: Sequence[str] = (),
     tile_tokens: int | None = None,
+    axes: bool = False,
+    exchange: ExchangeRule = AUTOMATIC,
 ) -> dict[str, Any]:
     """Cut a full batch into the part of this rank. Pure: no collective, the batch is left as it is.
 
@@ -110,6 +132,8 @@ def shard_batch(
         num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches.
         token_fields: names of further tensors [B, S, ...] that are to be cut like the tokens.
         tile_tokens: tokens per tile in which layers run; under Ulysses alone, tiles are interleaved over the ranks.
+        axes: position_ids may be [3, B, S], of time, height and width, or [4, B, S] with those of text in front.
+        exchange: decides how keys come to other ring ranks; gathered, a packed row is divided by its documents.
 
     Returns:
         input_ids or inputs_embeds, position_ids and shift_labels of this rank, `use_cache=False`, and a `Shard` under
@@ -120,19 +144,14 @@ def shard_batch(
     """
     tokens = _tokens(batch)
     rows, length = tokens.shape[:2]
+    _refuse_axes(None if axes else batch.get("position_ids"))
     documents = Documents.find(batch, rows, length)
-    layout = _layout(length, mesh, tile_tokens)
-    part: dict[str, Any] = {}
-    passed = []
+    layout, decision = _divide(documents, mesh, tile_tokens, exchange)
     labels = _shifted_labels(batch, documents, rows, length)
-    known = {*_TOKEN_FIELDS, *token_fields, *_LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
     _check_token_fields(batch, token_fields)
-    for name, value in batch.items():
-        if name in token_fields or name in _TOKEN_FIELDS:
-            part[name] = cut(_aligned(name, value, rows, length), layout, mesh.sequence.rank)
-        elif name not in known:
-            part[name] = _untouched(name, value)
-            passed.append(name)
+    names = {*_TOKEN_FIELDS, *token_fields}
+    given = {name: _aligned(name, value, rows, length) for name, value in batch.items() if name in names}
+    passed = _passed(batch, names)
     _refuse_cache(batch)
     shard = Shard(
         mesh=mesh,
@@ -146,13 +165,13 @@ def shard_batch(
         tile_tokens=tile_tokens,
         passed=tuple(passed),
         fingerprint=_fingerprint(tokens, documents),
+        exchange=decision,
     )
+    part: dict[str, Any] = {name: shard.cut(value) for name, value in given.items()} | passed
     part["position_ids"] = documents.cut_positions(layout, mesh.sequence.rank).to(tokens.device)
     if labels is not None:
         part["shift_labels"] = shard.cut(labels, IGNORE_INDEX)
-    part["use_cache"] = False
-    part[CONTEXT] = shard
-    return part
+    return part | {"use_cache": False, CONTEXT: shard}
 
 
 def count_targets(batch: Mapping[str, Any]) -> int | Tensor:
@@ -220,6 +239,14 @@ def _check_token_fields(batch: Mapping[str, Any], token_fields: Sequence[str]) -
             raise BatchError(f"token_fields names '{name}', which is cut without being named; leave it out.")
 
 
+def _refuse_axes(positions: Any) -> None:
+    if isinstance(positions, Tensor) and positions.dim() > 2:
+        raise BatchError(
+            f"position_ids must be [B, S], [1, S] or [S] for this model, which has no axes of images, "
+            f"got {list(positions.shape)}."
+        )
+
+
 def _aligned(name: str, value: Any, rows: int, length: int) -> Tensor:
     if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[:2] != (rows, length):
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -227,13 +254,17 @@ def _aligned(name: str, value: Any, rows: int, length: int) -> Tensor:
     return value
 
 
-def _untouched(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() > 0:
-        raise BatchError(
-            f"Field '{name}' {list(value.shape)} is not known: pass token_fields=('{name}',) if it has one entry per "
-            "token [B, S, ...], or take it out of the batch."
-        )
-    return value
+def _passed(batch: Mapping[str, Any], cut_names: set[str]) -> dict[str, Any]:
+    """Return the fields that go into the part as they are."""
+    known = {*cut_names, *_LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
+    passed = {name: value for name, value in batch.items() if name not in known}
+    for name, value in passed.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            raise BatchError(
+                f"Field '{name}' {list(value.shape)} is not known: pass token_fields=('{name}',) if it has one entry "
+                "per token [B, S, ...], or take it out of the batch."
+            )
+    return passed
 
 
 def _refuse_cache(batch: Mapping[str, Any]) -> None:
@@ -264,10 +295,20 @@ def _shifted_labels(batch: Mapping[str, Any], documents: Documents, rows: int, l
     return shifted
 
 
-def _layout(tokens: int, mesh: Mesh, tile_tokens: int | None) -> Layout:
-    """Divide rows over a mesh; under Ulysses alone tiles are interleaved."""
-    interleaved = tile_tokens if mesh.ring.size == 1 and mesh.ulysses.size > 1 else None
-    return Layout(tokens, mesh.ring.size, mesh.ulysses.size, interleaved)
+def _divide(documents: Documents, mesh: Mesh, tile_tokens: int | None, rule: ExchangeRule) -> tuple[Layout, Decision]:
+    """Divide rows over a mesh: under Ulysses alone tiles are interleaved; where keys are gathered, by documents."""
+    ring, ulysses = mesh.ring.size, mesh.ulysses.size
+    if ring == 1:
+        return Layout(documents.tokens, 1, ulysses, tile_tokens if ulysses > 1 else None), ALONE
+    plain = Layout(documents.tokens, ring, ulysses)
+    decision = rule.before(documents.rows, documents.starts is not None)
+    if documents.starts is None or documents.rows > 1 or (decision and decision.exchange == "ring"):
+        assert decision is not None
+        return plain, decision
+    divided = segment_layout(documents.tokens, documents.starts[0], ring, ulysses)
+    if decision is None:
+        decision = rule.decide(Needs.of(Mask(divided.length, documents.starts), divided), ring)
+    return (divided if decision.exchange == "gather" else plain), decision
 
 
 def _fingerprint(tokens: Tensor, documents: Documents) -> int:

@@ -33,7 +33,8 @@ class Documents:
 
     Args:
         starts: first tokens of each row's documents; None when each row is one document.
-        positions: position ids [B, S] on the host, or None when each row counts from 0.
+        positions: position ids on the host, [B, S], or [3, B, S] along time, height and width (M-RoPE); None when each
+            row counts from 0.
         lengths: real tokens of each row; None when nothing is padded.
         max_position: largest position id of the batch as it was given; padding counts only if the batch numbers it.
     """
@@ -55,7 +56,8 @@ class Documents:
             BatchError: padding on the left or inside, a mask per pair of tokens, or sources that disagree.
         """
         numbered, lengths = _read_mask(batch.get("attention_mask"), rows, tokens)
-        positions = _read_positions(batch.get("position_ids"), rows, tokens)
+        axes, text = _read_axes(batch.get("position_ids"), rows, tokens)
+        positions = _read_positions(text, rows, tokens)
         largest = tokens - 1 if positions is None else int(positions.max())
         if positions is not None:
             positions, lengths = _continue_padding(positions, lengths)
@@ -70,21 +72,25 @@ class Documents:
         if positions is not None and len(given) == 1:
             _refuse_jumps(positions, real)
         starts = _agreed(given, real)
-        if starts is not None and positions is None:
+        if axes is not None:
+            if starts is None:
+                _refuse_restarts(axes, real)
+            positions, largest = axes, int(axes.max())
+        elif starts is not None and positions is None:
             positions = _count_from(starts, tokens)
             largest = int(positions.max())
         packed = starts if starts and any(len(s) > 1 for s in starts) else None
         return cls(tokens, packed, positions, lengths, rows, largest)
 
     def cut_positions(self, layout: Layout, rank: int) -> Tensor:
-        """Return the position ids of a rank's tokens, [B, S/sp]; padding never goes beyond `max_position`."""
+        """Return the position ids of a rank's tokens, [(3,) B, S/sp]; padding never goes beyond `max_position`."""
         pieces = layout.pieces(rank)
         if self.positions is None:
             row = torch.cat([torch.arange(p.start, p.stop) for p in pieces])
             return row.clamp(max=self.tokens - 1).expand(self.rows, -1).contiguous()
-        tail = self.positions[:, -1:].expand(-1, layout.length - self.tokens)
-        full = torch.cat([self.positions, tail], 1).clamp(max=self.max_position)
-        return torch.cat([full[:, p.start : p.stop] for p in pieces], 1)
+        tail = [self.positions[..., -1:]] * (layout.length - self.tokens)
+        full = torch.cat([self.positions, *tail], -1).clamp(max=self.max_position)
+        return torch.cat([full[..., p.start : p.stop] for p in pieces], -1)
 
     def last_tokens(self) -> tuple[Tensor, Tensor]:
         """Return rows and token indices of the last token of each document but the last of each row."""
@@ -160,6 +166,32 @@ def _changes(name: str, numbers: Tensor, lengths: Sequence[int]) -> Starts:
             )
         starts.append(tuple(firsts))
     return tuple(starts)
+
+
+def _read_axes(positions: Any, rows: int, tokens: int) -> tuple[Tensor | None, Any]:
+    """Take position ids along time, height and width [3, B, S] apart from those of text, the first of four rows."""
+    if not isinstance(positions, Tensor) or positions.dim() != 3:
+        return None, positions
+    if tuple(positions.shape[1:]) != (rows, tokens) or len(positions) not in (3, 4) or positions.is_floating_point():
+        raise BatchError(
+            f"position_ids of images must be integers [3, {rows}, {tokens}], or [4, {rows}, {tokens}] with those of "
+            f"text in front, got {positions.dtype} {list(positions.shape)}."
+        )
+    axes = positions[-3:].to("cpu", torch.long)
+    if int(axes.min()) < 0:
+        raise BatchError("position_ids of images hold negative numbers; mark padding in attention_mask.")
+    return axes, None if len(positions) == 3 else positions[0]
+
+
+def _refuse_restarts(axes: Tensor, lengths: Sequence[int]) -> None:
+    """Raise where position ids [3, B, S] come back to the origin: nothing says whether a document begins there."""
+    for row, length in enumerate(lengths):
+        at = (axes[:, row, 1:length] == 0).all(0).nonzero()
+        if len(at):
+            raise BatchError(
+                f"Row {row}: position_ids {list(axes.shape)} start again at token {int(at[0]) + 1}, and nothing says "
+                "whether a document begins there: pass cu_seqlens too, or four rows, those of text in front."
+            )
 
 
 def _read_positions(positions: Any, rows: int, tokens: int) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from longspan.errors import TopologyError
 
@@ -25,8 +26,7 @@ class Piece:
         return Piece(start, stop) if start < stop else None
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens `start` to `stop` (excluded) of one document, counted from the document's first token."""
 
     document: int
@@ -47,6 +47,11 @@ class Layout:
         tokens: tokens per row, without padding.
         tile: tokens per tile and rank under Ulysses interleaving; None for contiguous parts.
         zigzag: False gives ring rank i the contiguous i-th part instead (unbalanced under a causal mask).
+        held: what each ring rank holds in place of the zigzag, ascending and of equal tokens; for packed rows
+            `longspan.segments.segment_layout` works it out.
+
+    Raises:
+        TopologyError: senseless numbers, or `held` that does not give each token to one rank in equal shares.
     """
 
     tokens: int
@@ -54,6 +59,7 @@ class Layout:
     ulysses: int = 1
     tile: int | None = None
     zigzag: bool = True
+    held: tuple[tuple[Piece, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.ring < 1 or self.ulysses < 1 or (self.tile is not None and self.tile < 1):
@@ -61,6 +67,8 @@ class Layout:
                 f"A layout needs at least one token, one rank per axis and one token per tile, got tokens="
                 f"{self.tokens}, ring={self.ring}, ulysses={self.ulysses}, tile={self.tile}."
             )
+        if self.held is not None:
+            self._check_held(self.held)
 
     @property
     def size(self) -> int:
@@ -80,6 +88,8 @@ class Layout:
 
     def ring_pieces(self, ring_rank: int) -> tuple[Piece, ...]:
         """Return what the ranks of one ring position hold together, in the order in which Ulysses joins it."""
+        if self.held is not None:
+            return self.held[ring_rank]
         if self.ring == 1 or not self.zigzag:
             part = self.length // self.ring
             return (Piece(ring_rank * part, (ring_rank + 1) * part),)
@@ -114,6 +124,21 @@ class Layout:
         """Return the parts of a shard, in its positions, that are interleaved with those of other Ulysses ranks."""
         tile = self.tile or self.shard_tokens
         return tuple(Piece(a, min(a + tile, self.shard_tokens)) for a in range(0, self.shard_tokens, tile))
+
+    def _check_held(self, held: tuple[tuple[Piece, ...], ...]) -> None:
+        ascending = all(a.stop <= b.start for pieces in held for a, b in pairwise(pieces))
+        sizes = [sum(map(len, pieces)) for pieces in held]
+        joined = sorted((piece.start, piece.stop) for pieces in held for piece in pieces)
+        whole = [(0, 0), *joined, (self.length, self.length)]
+        if (
+            not ascending
+            or sizes != [self.length // self.ring] * self.ring
+            or any(a[1] != b[0] or a[0] > a[1] for a, b in pairwise(whole))
+        ):
+            raise TopologyError(
+                f"Each of {self.length} tokens must be held by one of {self.ring} ring ranks, in ascending pieces of "
+                f"{self.length // self.ring} tokens in all; got {sizes} tokens."
+            )
 
     def _parts(self, ulysses_rank: int) -> Iterator[Piece]:
         """Yield the ranges of a Ulysses rank inside what its ring position holds."""

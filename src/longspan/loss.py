@@ -84,6 +84,14 @@ class LossOptions:
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ConfigError(f"softcap must be a positive number, or None for no cap, got {self.softcap}.")
 
+    def transform(self, logits: Tensor) -> Tensor:
+        """Scale and cap logits, in float32 or wider if there is anything to do."""
+        if self.logit_scale != 1:
+            logits = logits.to(wide_dtype(logits.dtype)) * self.logit_scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits.to(wide_dtype(logits.dtype)) / self.softcap) * self.softcap
+        return logits
+
 
 _DEFAULT = LossOptions()
 
@@ -293,12 +301,7 @@ class _HeadTerms:
             raise ModelError(f"A head must turn [1, {tokens}, {hidden.shape[-1]}] into [1, {tokens}, V], got {found}.")
         logits = logits.reshape(tokens, logits.shape[-1])
         _check_labels(labels, logits.shape[-1], self.options.ignore_index)
-        if self.options.logit_scale != 1:
-            logits = logits.to(wide_dtype(logits.dtype)) * self.options.logit_scale
-        if self.options.softcap is not None:
-            cap = self.options.softcap
-            logits = torch.tanh(logits.to(wide_dtype(logits.dtype)) / cap) * cap
-        return self.terms(logits, labels, self.options), logits.shape[-1]
+        return self.terms(self.options.transform(logits), labels, self.options), logits.shape[-1]
 
 
 def _losses(logits: Tensor, labels: Tensor, options: LossOptions) -> tuple[Tensor]:

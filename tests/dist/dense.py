@@ -14,8 +14,24 @@ TOLERANCE = 1e-10
 """Relative, in fp64; an fp32 rounding anywhere is 1e-8 and more."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, starts: Starts | None, scale: float) -> Tensor:
-    """Attend causally within documents: q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv] -> [B, S, H, Dv]."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Starts | None,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend causally within documents: q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv] -> [B, S, H, Dv].
+
+    Args:
+        window: tokens that each token sees, itself included.
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: [H] scores of keys without values.
+    """
     rows, tokens, heads = q.shape[:3]
     group = heads // k.shape[2]
     document = torch.zeros(rows, tokens, dtype=torch.long)
@@ -24,10 +40,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, starts: Starts | None, scale: flo
             document[row, first:] += 1
     order = torch.arange(tokens)
     visible = (order[None, :] <= order[:, None]) & (document[:, :, None] == document[:, None, :])  # [B, S, S]
+    if window is not None:
+        visible &= order[:, None] - order[None, :] < window
     result = []
     for head in range(heads):
         scores = q[:, :, head] @ k[:, :, head // group].transpose(1, 2) * scale
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head].expand(rows, tokens, 1)], -1)
+        weights = scores.softmax(-1)[:, :, :tokens]
         result.append(weights @ v[:, :, head // group])
     return torch.stack(result, 2)
 

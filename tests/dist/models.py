@@ -13,6 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteSWAConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -27,6 +31,8 @@ from transformers import (
 )
 
 VOCABULARY = 37
+
+WINDOW = 7
 
 MIXED_HEADS = "mixed-heads"
 
@@ -107,20 +113,49 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3.5": lambda: Qwen3_5TextConfig(
         **_sizes(head_dim=8, rope_parameters=M_ROPE, **_delta(linear_num_key_heads=3, linear_num_value_heads=3))
     ),
+    "mistral-window": lambda: MistralConfig(**_sizes(sliding_window=WINDOW)),
+    "qwen2-window": lambda: Qwen2Config(
+        **_sizes(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, head_dim=6)
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **_sizes(
+            sliding_window=WINDOW, attn_logit_softcapping=1.5, final_logit_softcapping=None, query_pre_attn_scalar=3
+        )
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_sizes(num_hidden_layers=3, sliding_window=WINDOW, layer_types=["sliding_attention"] * 2 + ["full_attention"])
+    ),
+    "granite-swa": lambda: GraniteSWAConfig(
+        **_sizes(num_attention_heads=6, num_key_value_heads=2, attention_multiplier=0.4, sliding_window=WINDOW)
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        **_sizes(
+            num_local_experts=3,
+            num_experts_per_tok=2,
+            intermediate_size=16,
+            sliding_window=WINDOW,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+        )
+    ),
     "mixtral": lambda: MixtralConfig(**_sizes(num_local_experts=3, num_experts_per_tok=2, intermediate_size=16)),
 }
 
 
-def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 2) -> Any:
-    """Build a model with random weights; biases and norms are random too, so that no gradient is special."""
+def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, layers: int | None = None) -> Any:
+    """Build a model with random weights; biases and norms are random too, so that no gradient is special.
+
+    Args:
+        layers: how many it has, of the kinds of its family in turn; None for as many as its family has.
+    """
     torch.manual_seed(seed)
     if family == MIXED_HEADS:
         return _mixed_heads(dtype, seed)
     config = FAMILIES[family]()
-    if "linear_attention" not in (kinds := getattr(config, "layer_types", None) or []):
-        config.num_hidden_layers = layers
-        if kinds:
-            config.layer_types = kinds[:1] * layers
+    count: Any = config.num_hidden_layers if layers is None else layers
+    config.num_hidden_layers = count
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i % len(config.layer_types)] for i in range(count)]
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").to(
         dtype
     )

@@ -50,7 +50,7 @@ def make(preset: str) -> Any:
     model = build({"dense": "llama", "lora": "llama", "moe": "qwen3-moe"}.get(preset, preset))
     if preset == "lora":
         return adapted(model)
-    if preset != "dense":
+    if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = True
         model.router_aux_loss_coef = COEFFICIENT
     return model

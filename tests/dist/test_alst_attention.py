@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from longspan.attention.schedule import Schedule
 from longspan.errors import BatchError, ConfigError, LongspanError, ModelError, TopologyError
 from longspan.integrations.deepspeed import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter, groups
 
@@ -105,6 +107,38 @@ def test_rows_divided_over_ranks_give_the_gradients_of_whole_rows(
         assert loss == pytest.approx(true_loss, rel=REL)
         for name, value in true_gradients.items():
             assert (gradients[name] - value).norm() <= REL * value.norm(), name
+
+
+def train_windowed(kind: str) -> dict[str, float]:
+    """One step of a model whose layers see a window, alone and divided."""
+    from transformers import MistralConfig
+
+    sizes: Any = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, vocab_size=53, head_dim=8)
+    made: Any = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=6)
+    true_loss, true_gradients = truth(made, kind)
+    mpu = register(made, "sdpa", 2, 2)
+    try:
+        model = build(made)
+        group = mpu.get_sequence_parallel_group()
+        part = next(UlyssesSPDataLoaderAdapter([rows(kind)], mpu.get_sequence_parallel_rank(), group, 2, "cpu"))
+        labels = part.pop("shift_labels")
+        with patch.object(Schedule, "of", side_effect=Schedule.of) as schedules:
+            loss = summed(model(**part, use_cache=False).logits, labels)
+        assert schedules.call_count == 2, "one without the window and one with it, not one per layer"
+        loss.backward()
+        total = loss.detach().clone()
+        for tensor in (total, *(p.grad for p in model.parameters())):
+            dist.all_reduce(tensor, group=group)
+        errors = {n: float((p.grad - true_gradients[n]).norm() / true_gradients[n].norm()) for n, p in model.named_parameters()}
+        return errors | {"loss": abs(total.item() / true_loss - 1)}
+    finally:
+        UlyssesSPAttentionHF.unregister()
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+def test_layers_with_a_window(run_ranks: Any, kind: str) -> None:
+    for found in run_ranks(2, train_windowed, kind):
+        assert max(found.values()) <= REL, found
 
 
 def test_layers_that_are_recomputed_ask_nobody_again(run_ranks: Any) -> None:
@@ -322,16 +356,17 @@ def test_batches_that_do_not_fit(run_ranks: Any) -> None:
 
 
 def bad_models() -> None:
-    from transformers import MistralConfig, Qwen3NextConfig
+    from transformers import Llama4TextConfig, Qwen3NextConfig
 
     positions = 8 * dist.get_rank() + torch.arange(8)[None]
     part = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "position_ids": positions}
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 9, "head_dim": 8, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    chunks: dict[str, Any] = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 16}
     dynamic: Any = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     linear: dict[str, Any] = {"layer_types": ["full_attention", "linear_attention"], "num_experts": 0, "linear_num_value_heads": 2}
     cases = [
-        ("asks attention for sliding_window", MistralConfig(**sizes, **heads, sliding_window=4)),
+        ("asks attention for chunks of 4 tokens", Llama4TextConfig(**sizes, **heads, **chunks)),
         ("rotary embeddings of type 'dynamic'", LlamaConfig(**sizes, **heads, rope_parameters=dynamic)),
         ("attention dropout 0.1", LlamaConfig(**sizes, **heads, attention_dropout=0.1)),
         ("layers of type 'linear_attention'", Qwen3NextConfig(**sizes, **heads, **linear, linear_num_key_heads=2)),

@@ -114,11 +114,20 @@ def resumed(kind: type) -> None:
         begun = [next(iterator)["name"] for _ in range(taken)]
         other = adapter(kind(batches(rank)))
         other.load_state_dict(loader.state_dict())
+        assert other.state_dict() == loader.state_dict(), "before the first step too"
+        iter(other)
+        third = adapter(kind(batches(rank)))
+        third.load_state_dict(other.state_dict())
+        assert begun + [part["name"] for part in third] == names
         assert begun + [part["name"] for part in other] == names
     loader = adapter(kind(batches(rank)))
     for part in loader:
         assert part["name"] == names[0]
         break
+    if kind is list:
+        list(iter(loader))
+        iter(loader)
+        assert loader.state_dict() == {"batches": 0, "used": 0}, "a new epoch has begun"
 
 
 @pytest.mark.parametrize("kind", [list, Remembering])

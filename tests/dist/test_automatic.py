@@ -206,6 +206,22 @@ def test_optimizer_is_counted() -> None:
     assert made.gpu_bytes["parameters"] == made.gpu_bytes["optimizer"] // 2 == 8 * count
 
 
+@pytest.mark.parametrize(("engine", "parameters", "states"), [("zero-1", 2, 12 / 4), ("zero-3", 2 / 4, 12 / 4)])
+def test_an_engine_says_what_it_holds(engine: str, parameters: float, states: float) -> None:
+    """DeepSpeed's bfloat16 stages hold more than the model shows, and divide it by stage."""
+    handle = longspan.prepare(build("llama"), 1)
+    automatic = replace(on(handle, 100 * GIB), optimizer=None, mesh=replace(handle.mesh, world=replace(handle.mesh.world, size=4)))
+    handle.automatic = automatic
+    automatic.plan(handle.model, 1, 4096)
+    handle.held_by(engine, Optimizer.under_zero(int(engine[-1]), 2))
+    assert not automatic.plans
+    made = automatic.plan(handle.model, 1, 4096)
+    count = sum(p.numel() for p in handle.model.parameters())
+    assert made.engine == engine
+    assert made.gpu_bytes["parameters"] == pytest.approx(parameters * count, abs=1)
+    assert made.gpu_bytes["optimizer"] == pytest.approx(states * count, abs=1)
+
+
 @pytest.mark.parametrize(("replicas", "sharded", "rebuilds"), [(1, True, True), (2, True, False), (2, False, True)])
 def test_replicas_that_share_parameters_do_not_rebuild(replicas: int, sharded: bool, rebuilds: bool) -> None:
     """Their rows may have other lengths, and so other decisions; gathering parameters is for all ranks or none."""

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +19,12 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from longspan.attention.gathering import Gathering
+from longspan.attention.schedule import Schedule
 from longspan.bench import exchange
+from longspan.bench.attention import document_starts, measure_attention, short_documents
 from longspan.bench.clock import Deadline
-from longspan.bench.exchange import Exchanging, Heads, measure_attention, measure_exchange
+from longspan.bench.exchange import STANDARD_TOKENS, Exchanging, Heads, measure_exchange
 from longspan.bench.fit import fit
 from longspan.bench.gate import small
 from longspan.bench.measure import Case, measure
@@ -37,6 +41,7 @@ from longspan.errors import ConfigError
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import untrained_model
 from longspan.kernels.cpu import Cpu
+from longspan.mask import Mask
 from pool import RunRanks
 
 pytestmark = pytest.mark.dist
@@ -69,10 +74,19 @@ def wrong_exchange() -> Any:
 
 def lost_documents() -> Any:
     """Let packed documents see each other."""
-    right = exchange.Schedule.of
-    return patch.object(
-        exchange.Schedule, "of", lambda mask, layout, rank: right(exchange.Mask(mask.length), layout, rank)
-    )
+    right = Schedule.of
+    return patch.object(Schedule, "of", lambda mask, *rest: right(Mask(mask.length), *rest))
+
+
+def lost_keys() -> Any:
+    """Gather the keys of other ranks in another order."""
+    right = Gathering.on
+
+    def on(self: Gathering, device: torch.device) -> Any:
+        at = right(self, device)
+        return replace(at, own=at.own.flip(0))
+
+    return patch.object(Gathering, "on", on)
 
 
 MISTAKES = {
@@ -80,6 +94,7 @@ MISTAKES = {
     "backward": wrong_backward,
     "exchange": wrong_exchange,
     "borders": lost_documents,
+    "keys": lost_keys,
 }
 
 
@@ -227,10 +242,31 @@ def test_exchanges(run_ranks: RunRanks, tmp_path: Path) -> None:
 def test_attention(run_ranks: RunRanks, tmp_path: Path) -> None:
     asked = Exchanging(2, Heads(6, 2, 8), tokens=300, times=2)
     found = run_ranks(2, exchanged, asked, str(tmp_path), True)[0]
-    assert [(row["name"], row["state"]) for row in found["rows"]] == [("dense", "done"), ("packed", "done")]
+    long = "packed, long documents"
+    assert [(row["name"], row["way"], row["state"]) for row in found["rows"]] == [
+        ("dense", "collectives", "done"),
+        *((name, way, "done") for name in ("packed", long) for way in ("collectives", "gather")),
+    ]
     assert all(row["share"] > 0 for row in found["rows"])
+    assert all(row["exchange"].startswith("gather") for row in found["rows"] if row["way"] == "gather")
+    assert all(1 <= row["imbalance"] <= 1.05 for row in found["rows"] if row["way"] == "gather")
     wrong = run_ranks(2, exchanged, asked, str(tmp_path), True, "borders")[0]
-    assert [row["state"].split(":")[0] for row in wrong["rows"]] == ["done", "gate failed"]
+    assert [row["state"].split(":")[0] for row in wrong["rows"]] == ["done", *["gate failed"] * 4]
+    wrong = run_ranks(2, exchanged, asked, str(tmp_path), True, "keys")[0]
+    assert [row["state"].split(":")[0] for row in wrong["rows"]] == ["done", *["done", "gate failed"] * 2]
+
+
+def test_attention_of_one_process(run_ranks: RunRanks, tmp_path: Path) -> None:
+    found = run_ranks(1, exchanged, Exchanging(1, Heads(2, 1, 8), tokens=100, times=1), str(tmp_path), True)[0]
+    assert [row["state"] for row in found["rows"]] == ["done"] * 5
+
+
+def test_the_standard_packed_row_is_like_instruction_data() -> None:
+    starts = document_starts(STANDARD_TOKENS, short_documents())
+    lengths = sorted(b - a for a, b in pairwise((*starts, STANDARD_TOKENS)))
+    assert len(lengths) == 72
+    assert 1050 <= lengths[36] <= 1150
+    assert lengths[-1] < STANDARD_TOKENS // 8
 
 
 @dataclass(frozen=True)

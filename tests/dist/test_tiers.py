@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -479,13 +480,23 @@ def test_failures_are_told(run_ranks: RunRanks) -> None:
 
 
 def rebuilding_needs_more() -> None:
-    """Budgets that hold what forward keeps, but not what is kept while a segment is rebuilt."""
+    """Budgets that hold what forward keeps, but not what backward adds: refused before anything runs."""
     model = build("llama", layers=LAYERS)
-    keep = (Keep.X,) + (Keep.NONE,) * (LAYERS - 1)
-    handle = longspan.prepare(model, 1, memory=Memory(5, keep, budget=Budget(20_000)))
-    loss = model(**handle.shard(PACKED.batch())).loss
-    with pytest.raises(ConfigError, match="are missing"):
-        loss.backward()
+    rebuilt = (Keep.X,) + (Keep.NONE,) * (LAYERS - 1)
+    for keep, before in ((rebuilt, False), (Keep.X, False), (rebuilt, True), (Keep.X, True)):
+        memory = Memory(5, keep, rebuilt=Keep.X_O)
+        handle = longspan.prepare(model, 1, memory=memory)
+        part = handle.shard(PACKED.batch())
+        model(**part).loss.backward()
+        needed = handle.stash.usage.peak["gpu"]  # of a step without a budget
+        handle.remove()
+        handle = longspan.prepare(model, 1, memory=replace(memory, budget=Budget(needed - 8 if before else needed)))
+        if not before:
+            model(**part).loss.backward()
+        else:
+            with pytest.raises(ConfigError, match="8 bytes are missing"):
+                model(**part)
+        handle.remove()
 
 
 def test_a_rebuilt_segment_counts(run_ranks: RunRanks) -> None:

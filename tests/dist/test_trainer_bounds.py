@@ -126,6 +126,11 @@ def test_disable_gives_everything_back(run_ranks: Any, trained: bool) -> None:
     run_ranks(2, disabled, Case("ddp", 2, 2), trained)
 
 
+def test_disable_takes_the_hook_of_stage_3_off(run_ranks: Any) -> None:
+    """A frozen embedding's output requires gradients under ZeRO-3, and no longer."""
+    run_ranks(2, disabled, Case("zero-3", 2, 2, lora=True), False)
+
+
 def refused(case: Case, changed: dict[str, Any], parts: dict[str, Any], asked: dict[str, Any]) -> str:
     """Return why a trainer is refused; it must be left as it was."""
     with accelerated(case), tempfile.TemporaryDirectory() as folder:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +15,17 @@ import torch.distributed as dist
 from launched import launched
 from test_training import LAYOUTS, MAX_NORM, STEPS, History, Layout, build, micro_batches, optimizer_of, targets
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
 from longspan.engines import MPU, Zero, build_engine
 from longspan.errors import ConfigError, ModelError, TopologyError, TrainingError
+from longspan.integrations.shapes import model_shape
 from longspan.optim import choose_stepping
 from longspan.plan.keep import Keep, Memory
+from longspan.plan.machine import GIB, MACHINES, Cluster
+from longspan.plan.memory import Ledger
+from longspan.plan.setup import Setup
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.dist
@@ -387,3 +395,120 @@ def test_versions_and_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.18.2")
     with pytest.raises(ConfigError, match=r"need DeepSpeed >= 0.19.8, < 0.20.0, found 0.18.2"):
         Zero(1)
+
+
+def all_tensors() -> list[Tensor]:
+    """Return all tensors of this process, and their gradients."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and o.device.type == "cpu"]
+    return tensors + [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+
+
+def held_bytes(others: list[Tensor]) -> int:
+    """Add up the memory of all tensors but those that were there before."""
+    apart = {t.untyped_storage().data_ptr() for t in others}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in all_tensors()}
+    return sum(size for at, size in storages.items() if at not in apart)
+
+
+def holding(stage: int, bf16: bool) -> tuple[dict[str, float], dict[str, float], Any]:
+    """Train two steps of two micro-batches with small buffers; return what is held when, and what is planned."""
+    options: dict[str, Any] = {"reduce_bucket_size": 1000}
+    if stage == 3:
+        options |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    compute = torch.bfloat16 if bf16 and stage else None
+    with launched():
+        before = all_tensors()
+        engine = Zero(stage, compute, options=options)
+        config = LlamaConfig(
+            vocab_size=256, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+        )
+        model: Any = LlamaForCausalLM(config)
+        model = model.to(torch.bfloat16 if bf16 and not stage else torch.float32).train()
+        count = sum(p.numel() for p in model.parameters())
+        handle = longspan.prepare(model, 2, memory=Memory())
+        told: list[Any] = []
+        with patch.object(handle, "held_by", lambda *held: told.append(held)):
+            module = engine.wrap(model, handle)
+        engine.adopt(torch.optim.AdamW(module.parameters(), 1e-3), MAX_NORM)
+        found: dict[str, float] = {}
+        ids = torch.arange(16)[None]
+        for _ in range(2):
+            for last in (False, True):
+                part = handle.shard({"input_ids": ids, "labels": ids})
+                with engine.accumulating(last):
+                    engine.backward(module(**part).loss)
+                del part
+                found["after backward"] = held_bytes(before) / count
+            engine.step()
+            found["after step"] = held_bytes(before) / count
+        engine.close()
+    ((name, optimizer),) = told
+    cluster = Cluster(MACHINES["cpu"], 2, 2, GIB, GIB)
+    ledger = Ledger(Setup(model_shape(config), cluster, name, optimizer, 2, 1, 16, itemsize=2 if bf16 else 4))
+    causes = ("parameters", "optimizer", "gradients")
+    moments = {"after step": ledger.moments[0], "after backward": ledger.moments[-1]}
+    return found, {w: sum(m.causes[c] for c in causes) / count for w, m in moments.items()}, optimizer
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_planned_is_what_is_held(run_ranks: Any, stage: int, bf16: bool) -> None:
+    """Bytes per parameter on two ranks, between steps and once gradients are there."""
+    found, planned, optimizer = run_ranks(2, holding, stage, bf16)[0]
+    assert found["after step"] == pytest.approx(planned["after step"], abs=0.1)
+    # float32 gradients of stage 0 are made within the step; those of the first stage in float32 are divided in backward
+    apart = {(0, True): 4, (1, False): 2}.get((stage, bf16), 0)
+    assert found["after backward"] == pytest.approx(planned["after backward"] - apart, abs=0.1)
+    if stage == 3 and bf16:
+        assert planned["after step"] * 2 == pytest.approx(18)
+    assert optimizer.name == "adamw"
+
+
+class Scaled(torch.optim.AdamW):
+    """Divides each parameter's gradient by its own norm: not a matter of elements alone."""
+
+
+def adopting(optimizer: type[torch.optim.Optimizer]) -> str:
+    with launched():
+        engine = Zero(1)
+        model = build()
+        handle = longspan.prepare(model, 2)
+        module = engine.wrap(model, handle)
+        try:
+            engine.adopt(optimizer(module.parameters(), lr=0.1), None)  # type: ignore[call-arg]
+        except ConfigError as error:
+            return str(error)
+        engine.close()
+        return ""
+
+
+def test_optimizers_that_need_whole_parameters_are_refused(run_ranks: Any) -> None:
+    """DeepSpeed steps flat slices of many parameters."""
+    assert run_ranks(2, adopting, torch.optim.AdamW) == ["", ""]
+    for kind in (torch.optim.Adafactor, Scaled):
+        for said in run_ranks(2, adopting, kind):
+            assert f"zero-1 cannot step {kind.__name__}" in said and "torch.optim.AdamW" in said and "fsdp2" in said
+
+
+def skipping(stage: int) -> tuple[bool, float, bool, bool]:
+    """Overflow a step; return whether DeepSpeed says it stepped, the norm, and whether weights moved or are lost."""
+    with launched():
+        run = Run(Case(stage, LAYOUTS["sp2 ulysses"]))
+        before = run.parameters()
+        batch = micro_batches(0, 1)[0]
+        run.stepping.begin(0.2)
+        with run.engine.accumulating(last=True):
+            run.engine.backward(run.module(**run.handle.shard(batch)).loss * float("inf"))
+        norm = float(run.stepping.norm())
+        after = run.parameters()
+        moved = any(not torch.equal(after[n], p) for n, p in before.items())
+        told = run.stepping.applied_early
+        run.engine.close()
+        return told, norm, moved, math.isfinite(norm)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_skipped_step_is_not_called_applied(run_ranks: Any, stage: int) -> None:
+    for told, _, moved, finite in run_ranks(2, skipping, stage):
+        assert told == moved and not finite

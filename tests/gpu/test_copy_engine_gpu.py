@@ -19,7 +19,7 @@ from longspan.attention.schedule import Schedule
 from longspan.comm.exchange import to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
-from longspan.kernels.protocol import Request
+from longspan.kernels.protocol import Request, Score
 from longspan.kernels.select import pick
 from longspan.layout import Layout
 from longspan.mask import Mask
@@ -112,7 +112,7 @@ def attention_is_the_same(plain: Mesh, equipped: Mesh) -> None:
         results = []
         for mesh in (plain, equipped):
             q, k, v = (t[:1].requires_grad_() for t in tensors(layout.shard_tokens, 8, 2, 5))
-            out = Attend(mesh, kernel)(q, k, v, schedule, 0.125)
+            out = Attend(mesh, kernel)(q, k, v, schedule, Score(0.125))
             out.sum().backward()
             results.append([out.detach(), q.grad, k.grad, v.grad])
         assert torch.equal(results[0][0], results[1][0])

@@ -85,7 +85,7 @@ def reference() -> dict[str, Tensor]:
         return step(model, 1, Memory(), kernel="reference")
 
 
-def compare(rank: int, port: int) -> None:
+def check(rank: int, port: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -113,4 +113,4 @@ def test_two_gpus_round_as_one() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(compare, (port,), WORLD)  # raises what a rank raised
+    spawn(check, (port,), WORLD)  # raises what a rank raised

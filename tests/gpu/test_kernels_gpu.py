@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longspan.kernels.guard import INT32_ELEMENTS, Guard
 from longspan.kernels.merge import merge_
-from longspan.kernels.protocol import Kernel, Request, asked
+from longspan.kernels.protocol import Kernel, Request, Score, asked
 from longspan.kernels.reference import Reference
 from longspan.kernels.select import available, pick
 from longspan.mask import Block
@@ -50,7 +50,15 @@ SHAPES = {
     "packed": Shape(Block(True, (0, 1, 38, 39, 239, 369), (0, 1, 38, 39, 239, 369)), 369, 369),
     "packed, bottom-right": Shape(Block(True, (0, 1, 38, 43), (0, 9, 46, 116)), 43, 116),
     "packed, full": Shape(Block(False, (0, 1, 38, 43), (0, 9, 20, 116)), 43, 116),
+    "window": Shape(Block(True, left=100), 257, 257, rows=2),
+    "window of one": Shape(Block(True, left=0), 257, 257),
+    "window, bottom-right": Shape(Block(True, left=99), 65, 321, rows=2),
+    "window, no order": Shape(Block(False, left=140), 130, 270, rows=2),
+    "window, no order, square": Shape(Block(False, left=0), 130, 130),
+    "window, packed": Shape(Block(True, (0, 1, 38, 39, 239, 369), (0, 1, 38, 39, 239, 369), 50), 369, 369),
+    "window, packed, bottom-right": Shape(Block(True, (0, 1, 38, 43), (0, 9, 46, 116), 20), 43, 116),
 }
+CAPPED = Score(0.1, 4.0)
 
 
 @pytest.fixture(autouse=True)
@@ -79,17 +87,17 @@ def operands(shape: Shape, heads: tuple[int, int, int], v_head_dim: int | None =
     )
 
 
-def run(kernel: Kernel, given: Operands, block: Block) -> dict[str, Tensor]:
+def run(kernel: Kernel, given: Operands, block: Block, score: Score | None = None) -> dict[str, Tensor]:
     q, k, v, dout = given
-    scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, block, scale)
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, block, scale)
+    score = score or Score(q.shape[-1] ** -0.5)
+    out, lse = kernel.forward(q, k, v, block, score)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, block, score)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-def truth(given: Operands, block: Block) -> dict[str, Tensor]:
+def truth(given: Operands, block: Block, score: Score | None = None) -> dict[str, Tensor]:
     q, k, v, dout = (x.double() for x in given)
-    return run(Reference(), (q, k, v, dout), block)
+    return run(Reference(), (q, k, v, dout), block, score)
 
 
 def excess(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float]:
@@ -104,14 +112,17 @@ def excess(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[str, float
     return beside | {"lse": float((error / 1e-3).nan_to_num(torch.inf))}
 
 
-def kernel_for(name: str, given: Operands, block: Block) -> Kernel:
+def kernel_for(name: str, given: Operands, block: Block, score: Score | None = None) -> Kernel:
     """Pick a kernel, or skip if it is not installed or does not do such calls."""
     if why := available(DEVICE).get(name):
         pytest.skip(f"{name}: {why}")
     q, k, v, _ = given
-    request = asked(q, k, v, block)
-    if name == "cudnn" and (request.varlen or request.bottom_right or request.head_dim > 128 or request.single):
+    request = asked(q, k, v, block, score or Score(1.0))
+    never = request.varlen or request.bottom_right or request.single or request.window or request.softcap
+    if name == "cudnn" and (never or request.head_dim > 128):
         pytest.skip("cudnn does not do such calls")
+    if request.softcap and name in ("sdpa", "aten-flash"):
+        pytest.skip(f"{name} does not cap scores")
     return pick(name, request)
 
 
@@ -128,7 +139,26 @@ def test_outputs_and_gradients(name: str, heads: str, shape: str) -> None:
     assert max(beside.values()) <= 1, (kernel.name, beside)
 
 
-@pytest.mark.parametrize("shape", ["causal", "bottom-right", "packed"])
+@pytest.mark.parametrize("shape", ["causal", "full", "packed, bottom-right", "window", "window, no order"])
+@pytest.mark.parametrize("heads", ["32:8 x 128", "4:4 x 256"])
+@pytest.mark.parametrize("name", ["fa4", "fa3", "fa2"])
+def test_capped_scores(name: str, heads: str, shape: str) -> None:
+    """The cap is so tight that it changes the result by far more than rounding does."""
+    block, given = SHAPES[shape].block, operands(SHAPES[shape], HEADS[heads])
+    kernel = kernel_for(name, given, block, CAPPED)
+    found, true = run(kernel, given, block, CAPPED), truth(given, block, CAPPED)
+    assert max(excess(found, true).values()) <= 1, (kernel.name, excess(found, true))
+    assert max(excess(run(kernel, given, block, Score(CAPPED.scale)), true).values()) > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_window_that_is_off_by_one_is_seen(name: str) -> None:
+    block, given = SHAPES["window"].block, operands(SHAPES["window"], HEADS["32:8 x 128"])
+    kernel = kernel_for(name, given, block)
+    assert max(excess(run(kernel, given, Block(True, left=101)), truth(given, block)).values()) > 1
+
+
+@pytest.mark.parametrize("shape", ["causal", "bottom-right", "packed", "window, bottom-right"])
 @pytest.mark.parametrize("name", NAMES)
 def test_views_and_broadcast_gradients(name: str, shape: str) -> None:
     block, (q, k, v, dout) = SHAPES[shape].block, operands(SHAPES[shape], HEADS["32:8 x 128"])
@@ -157,17 +187,17 @@ def test_values_of_another_head_dim(name: str, shape: str) -> None:
 def test_two_key_blocks_with_the_final_lse(name: str) -> None:
     shape = Shape(Block(True), 129, 400)
     q, k, v, dout = given = operands(shape, HEADS["32:8 x 128"])
-    scale, ahead = q.shape[-1] ** -0.5, shape.keys - shape.queries
+    score, ahead = Score(q.shape[-1] ** -0.5), shape.keys - shape.queries
     kernel = kernel_for(name, (q, k[:, ahead:], v[:, ahead:], dout), Block(True))
     blocks = [(slice(0, ahead), Block(False)), (slice(ahead, None), Block(True))]
-    parts = [kernel.forward(q, k[:, at], v[:, at], block, scale) for at, block in blocks]
+    parts = [kernel.forward(q, k[:, at], v[:, at], block, score) for at, block in blocks]
     merged, lse = parts[0][0].float(), parts[0][1].clone()
     merge_(merged, lse, *parts[1])
     out = merged.to(q.dtype)
 
     def gradients(own: bool) -> dict[str, Tensor]:
         grads = [
-            kernel.backward(dout, q, k[:, at], v[:, at], *(part if own else (out, lse)), block, scale)
+            kernel.backward(dout, q, k[:, at], v[:, at], *(part if own else (out, lse)), block, score)
             for (at, block), part in zip(blocks, parts, strict=True)
         ]
         dk, dv = (torch.cat((grads[0][i], grads[1][i]), 1) for i in (1, 2))
@@ -185,7 +215,7 @@ def test_a_defect_is_seen(name: str, defect: str) -> None:
     shape = SHAPES["causal"]
     given = operands(shape, HEADS["6:3 x 128"])
     true = truth(given, shape.block)
-    found = run(pick("auto", asked(*given[:3], shape.block)), given, shape.block)
+    found = run(pick("auto", asked(*given[:3], shape.block, Score(1.0))), given, shape.block)
     assert max(excess(found, true).values()) <= 1
     x = found[name].clone()
     if defect == "zero":

@@ -12,9 +12,22 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan"
 LAYERS = [
-    {"errors", "config", "layout", "mask", "documents", "overrides", "weights"},
+    {"errors", "config", "layout", "mask", "segments", "needs", "documents", "overrides", "weights"},
     {"plan", "mesh", "comm", "kernels"},
-    {"attention", "recurrent", "stream", "tiling", "tiled", "mlp", "host", "offload", "loss", "batch", "loader"},
+    {
+        "attention",
+        "recurrent",
+        "stream",
+        "tiling",
+        "tiled",
+        "mlp",
+        "host",
+        "offload",
+        "loss",
+        "batch",
+        "images",
+        "loader",
+    },
     {"integrations", "engines", "optim"},
     {"train", "cli", "check", "bench", "__main__"},
 ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from families import REFUSED
 from launched import launched
 from longspan.check.run import run_check
 from longspan.check.settings import Settings
@@ -53,8 +54,8 @@ def own_log_sum_exp() -> Any:
     right = Cpu.backward
 
     def backward(self: Cpu, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        *_, block, scale = rest
-        return right(self, dout, q, k, v, *self.forward(q, k, v, block, scale), block, scale)
+        *_, block, score = rest
+        return right(self, dout, q, k, v, *self.forward(q, k, v, block, score), block, score)
 
     return patch.object(Cpu, "backward", backward)
 
@@ -102,7 +103,7 @@ def nearest_only() -> Any:
     """Let no token see another, which leaks nothing and is wrong."""
     from longspan.attention.build import Attend
 
-    def attend(self: Attend, q: Tensor, k: Tensor, v: Tensor, schedule: Any, scale: float) -> Tensor:
+    def attend(self: Attend, q: Tensor, k: Tensor, v: Tensor, schedule: Any, score: Any, sinks: Any) -> Tensor:
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
     return patch.object(Attend, "__call__", attend)
@@ -291,13 +292,39 @@ def test_the_command_prints_json_alone(tmp_path: Path) -> None:
     assert {(case["ulysses"], case["ring"]) for case in result["cases"]} == {(1, 2)}
 
 
-def test_a_refused_model_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "longspan", "check", "--model", "tiny-gpt-oss", "--json"]
+@pytest.fixture
+def mixing(tmp_path: Path) -> Path:
+    """The folder of a model that mixes tokens beside its attention."""
+    config = REFUSED["Falcon-H1"].config()
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_refused_model_is_one_line(mixing: Path) -> None:
+    command = [sys.executable, "-m", "longspan", "check", "--model", str(mixing), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: GptOssAttention of layer 0 asks attention for ")
-    assert "window" in done.stderr
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"Refused: {REFUSED['Falcon-H1'].says}")
     assert done.stderr.count("\n") == 1
+    assert json.loads(done.stdout) == {"ok": False, "cases": [], "refused": done.stderr[9:-1]}
+
+
+def test_a_row_for_the_table(tmp_path: Path) -> None:
+    preset_config("tiny-llama", num_attention_heads=4, num_key_value_heads=1).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "longspan", "check", "--row", "--model", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"| Llama | `{tmp_path}`{' | exact' * 6} |\n"
+
+
+def test_the_row_of_a_refused_model(mixing: Path) -> None:
+    command = [sys.executable, "-m", "longspan", "check", "--row", "--model", str(mixing), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["ok"]) == (1, False)
+    assert result["row"].startswith(f"| FalconH1 | `{mixing}` | refused ({REFUSED['Falcon-H1'].says}")
+    assert result["row"].endswith(" | refused | refused | refused | refused | refused |")
+    assert all(cell["said"] == "refused" for cell in result["cells"].values())
 
 
 @pytest.mark.parametrize(
@@ -307,6 +334,7 @@ def test_a_refused_model_is_one_line(tmp_path: Path) -> None:
         ("--sp 4 --ulysses 3", "--ulysses x --ring must make --sp"),
         ("--sp 4 --ulysses 2 --ring 4", "--ulysses x --ring must make --sp"),
         ("--seq-len 1.5K", "--seq-len 1.5K is not a size"),
+        ("--row --sp 3", "--row chooses degrees, rows and type itself"),
         ("--device tpu", "--device must be auto, cpu or cuda, got 'tpu'"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from longspan.kernels.protocol import Score
 from longspan.mask import Block
 
 
@@ -24,7 +26,7 @@ class Case:
     head_dim: int = 8
     v_head_dim: int = 8
     strides: str = "contiguous"
-    scale: float = field(default=0.3)
+    score: Score = field(default_factory=partial(Score, 0.3))
 
     def operands(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v and dout in the strides that the case asks for."""
@@ -54,7 +56,9 @@ class Case:
         """Return out, lse, dq, dk and dv by autograd through a masked softmax."""
         q, k, v, dout = (x.detach().double().requires_grad_() for x in operands)
         group = self.heads // self.kv_heads
-        scores = torch.einsum("bqhd,bshd->bhqs", q, k.repeat_interleave(group, 2)) * self.scale
+        scores = torch.einsum("bqhd,bshd->bhqs", q, k.repeat_interleave(group, 2)) * self.score.scale
+        if self.score.softcap is not None:
+            scores = self.score.softcap * torch.tanh(scores / self.score.softcap)
         scores = torch.where(self._visible(), scores, -torch.inf)
         out = torch.einsum("bhqs,bshd->bqhd", torch.softmax(scores, -1), v.repeat_interleave(group, 2))
         grads = torch.autograd.grad(out, (q, k, v), dout.detach())
@@ -68,14 +72,16 @@ class Case:
         for (qa, qb), (ka, kb) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
             for i in range(qa, qb):
                 last = kb - (qb - i) + 1 if self.block.causal else kb
-                seen[i, ka:last] = True
+                diagonal = kb - (qb - i)
+                first = ka if self.block.left is None else max(ka, diagonal - self.block.left)
+                seen[i, first:last] = True
         return seen
 
 
-def packed(causal: bool, q: tuple[int, ...], k: tuple[int, ...] | None = None) -> Block:
+def packed(causal: bool, q: tuple[int, ...], k: tuple[int, ...] | None = None, left: int | None = None) -> Block:
     """Return a block of segments with these lengths."""
     cu = [tuple(torch.tensor((0, *lengths)).cumsum(0).tolist()) for lengths in (q, k or q)]
-    return Block(causal, cu[0], cu[1])
+    return Block(causal, cu[0], cu[1], left)
 
 
 CASES = {
@@ -98,7 +104,33 @@ CASES = {
     "fused": Case(Block(True), 5, 13, rows=2, strides="fused"),
     "expanded gradient": Case(Block(True), 5, 5, rows=2, strides="expanded"),
     "packed, fused": Case(packed(True, (1, 5, 3)), 9, 9, strides="fused"),
+    "window": Case(Block(True, left=4), 63, 63, rows=2),
+    "window of one": Case(Block(True, left=0), 9, 9),
+    "window, more keys": Case(Block(True, left=3), 5, 13, rows=2),
+    "window, several chunks": Case(Block(True, left=150), 300, 411, heads=2, kv_heads=1, head_dim=4, v_head_dim=4),
+    "window, wider than the keys": Case(Block(True, left=20), 9, 9),
+    "window, no order": Case(Block(False, left=4), 5, 9, rows=2),
+    "window, no order, square": Case(Block(False, left=0), 260, 260, heads=2, kv_heads=2),
+    "window, packed": Case(packed(True, (1, 5, 1, 1, 12), left=3), 20, 20),
+    "window, packed, more keys": Case(packed(True, (1, 4, 1, 3), (4, 4, 1, 11), left=2), 9, 20),
+    "window, packed, no order": Case(packed(False, (2, 4), (5, 6), left=3), 6, 11),
+    "window, narrow values": Case(Block(True, left=2), 6, 9, head_dim=10, v_head_dim=6),
+    "window, fused": Case(Block(True, left=2), 5, 13, rows=2, strides="fused"),
 }
+
+
+CAPPED = {
+    f"softcap, {name}": replace(CASES[name], score=Score(0.9, 1.5))
+    for name in (
+        "causal, grouped, 63 tokens",
+        "full",
+        "packed, more keys",
+        "window",
+        "window, no order",
+        "narrow values",
+    )
+}
+"""For kernels that cap scores; the caps are so tight that most scores feel them."""
 
 
 def relative_error(found: Tensor, true: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longspan.attention.call import Window
 from longspan.errors import BatchError, ConfigError, ModelError, TrainingError
 from longspan.integrations import deepspeed as alst
 from longspan.integrations.deepspeed.masks import Deferred
+from longspan.integrations.transformers.attention import Refused
 
 REL = 1e-12
 VOCAB = 11
@@ -250,10 +253,16 @@ def test_a_mask_is_made_once_and_only_when_asked_for() -> None:
 
     padding = torch.ones(1, 3)
     deferred = Deferred(make, {"attention_mask": padding, "local_size": None, "use_vmap": False})
-    assert deferred.padding is padding and deferred.told is None and not made
+    assert deferred.padding is padding and deferred.stand_in is None and not made
     assert deferred.mask() == deferred.mask() == "mask" and len(made) == 1
-    assert "4 tokens" in str(Deferred(make, {"local_size": 4}).told)
-    assert Deferred(make, {"use_vmap": True}).told == "a mask of its own making"
+    windows, chunks = SimpleNamespace(sliding_window=4), SimpleNamespace(attention_chunk_size=4, sliding_window=None)
+    assert Deferred(make, {"local_size": 4, "config": windows}).stand_in == Window(4)
+    for asked, told in (
+        ({"local_size": 4, "config": chunks}, "chunks of 4 tokens that do not see each other"),
+        ({"local_size": 4}, "a window or chunks of 4 tokens"),
+        ({"local_size": 4, "config": windows, "use_vmap": True}, "a mask of its own making"),
+    ):
+        assert Deferred(make, asked).stand_in == Refused(told)
 
 
 def test_offloading_by_deepspeeds_name() -> None:

@@ -27,7 +27,7 @@ from longspan.check.float64 import float64_throughout
 from longspan.check.reference import Truth, truth_of
 from longspan.check.samples import IGNORED, Document, samples
 from longspan.integrations.presets import preset_config
-from longspan.integrations.random_weights import random_model
+from longspan.integrations.random_weights import random_model, reach_tokens
 
 CPU = torch.device("cpu")
 GOOD = Case("document 2x1", 2, 1, 1e-16, 1e-15, 0, 0.0, "norm")
@@ -108,6 +108,22 @@ def test_moves_tell_leaks_from_what_must_move(moved: list[int], tolerance: float
     after = before.clone()
     after[0, moved, 0] = 1.0
     assert moves(before, after, Document(0, 1, 4), 2, tolerance) == Moves(leaked, followed)
+
+
+@pytest.mark.parametrize(
+    ("moved", "reach", "leaked", "followed"),
+    [([2, 3], 1, 0, 1.0), ([2, 3, 4], 1, 2, 1.0), ([2], 1, 0, 0.5), ([2], 0, 0, 1.0), ([2, 3, 4, 5], 9, 2, 1.0)],
+)
+def test_windows_end_what_a_token_moves(moved: list[int], reach: int, leaked: int, followed: float) -> None:
+    after = torch.zeros(1, 6, 2)
+    after[0, moved] = 1.0
+    assert moves(torch.zeros(1, 6, 2), after, Document(0, 1, 5), 2, 0.0, reach) == Moves(leaked, followed)
+
+
+def test_the_reach_of_windows_is_that_of_all_layers() -> None:
+    assert reach_tokens(preset_config("tiny-mistral")) == 2 * 23
+    assert reach_tokens(preset_config("tiny-mistral", sliding_window=None)) is None
+    assert reach_tokens(preset_config("tiny-gemma2")) is None
 
 
 @pytest.mark.parametrize("packed_only", [False, True])

@@ -259,6 +259,10 @@ def test_any_value_is_taken_or_refused_in_words(value: Any, path: tuple[str, ...
         ),
         ({"engine": "zero-0", "compute_dtype": "bfloat16"}, "compute_dtype bfloat16 needs engine zero-1 to zero-3"),
         ({"engine": "zero-3", "optimizer": {"step_in_backward": True, "clip": "previous"}}, "is for engine single"),
+        (
+            {"engine": "zero-2", "adapter": {"kind": "lora", "dtype": "bfloat16"}},
+            "adapter.dtype is bfloat16 and model.dtype float32.*leave adapter.dtype out",
+        ),
     ],
 )
 def test_what_deepspeed_cannot_do(settings: dict[str, Any], message: str) -> None:

@@ -61,7 +61,8 @@ def test_every_choice_is_possible(kv_heads: int, group: int, size: int, node: in
 
 def test_reasons_name_what_is_uneven() -> None:
     assert choose_degrees(6, 3, 4, ulysses=4).reason == (
-        "6 query heads over 4 ranks; unevenly, at most 2 each; 3 KV heads replicated where ranks share one"
+        "6 query heads over 4 ranks; unevenly, at most 2 each; 3 KV heads replicated where ranks share one; rows of "
+        "many short documents would move less with ring_degree=4"
     )
     assert "zigzag ring of 2" in choose_degrees(32, 8, 16, 8).reason
 

@@ -173,7 +173,7 @@ def test_the_largest_position_is_that_of_the_batch_as_it_was_given() -> None:
         ({"seq_idx": torch.tensor([[0, 1, 0, 0], [0] * 4])}, "seq_idx gives tokens that are apart"),
         ({"seq_idx": torch.zeros(4)}, r"seq_idx must be \[2, 4\], got \[4\]"),
         ({"seq_idx": 3}, "got int"),
-        ({"position_ids": torch.zeros(3, 2, 4, dtype=torch.long)}, r"got \[3, 2, 4\]"),
+        ({"position_ids": torch.zeros(2, 2, 4, dtype=torch.long)}, r"got torch.int64 \[2, 2, 4\]"),
         ({"position_ids": torch.zeros(2, 4)}, "position_ids"),
         ({"position_ids": [0, 1, 2, 3]}, "got list"),
         ({"position_ids": torch.tensor([[0, -1, 1, 2]])}, "may only mark padding on the right"),

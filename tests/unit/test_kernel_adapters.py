@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import CASES, Case, packed, relative_error
+from kernel_cases import CAPPED, CASES, Case, packed, relative_error
 from longspan.errors import KernelError
 from longspan.kernels import aten_flash, cuda, cudnn, fa4, flash_attn
-from longspan.kernels.protocol import Kernel, Request
+from longspan.kernels.protocol import Kernel, Request, Score
 from longspan.kernels.reference import Reference
 from longspan.mask import Block
 
@@ -22,6 +23,10 @@ REFERENCE = Reference()
 DENSE = ["causal, grouped, 63 tokens", "full", "transposed square", "expanded gradient"]
 MORE = ["causal, more keys", "full, more keys", "fused"]
 PACKED = ["packed", "packed, more keys", "packed, full", "packed, fused"]
+WINDOWS = ["window", "window of one", "window, more keys", "window, no order", "window, fused"]
+PACKED_WINDOWS = ["window, packed", "window, packed, more keys", "window, packed, no order"]
+SOFTCAPS = ["softcap, causal, grouped, 63 tokens", "softcap, full", "softcap, window", "softcap, window, no order"]
+PACKED_SOFTCAPS = ["softcap, packed, more keys"]
 SQUARE = {"transposed square": Case(Block(True), 7, 7, rows=2, strides="transposed")}
 
 
@@ -57,42 +62,58 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     torch.use_deterministic_algorithms(False)
 
 
-def row(x: Tensor, cu: Any) -> Tensor:
-    return x if cu[0] is None else x[None]
+@dataclass(frozen=True)
+class Told:
+    """What a vendor's call is told besides its operands, in the vendor's terms.
 
+    Args:
+        cu, longest: borders and longest segment of queries and keys.
+        left, right: a window; None or -1 is no bound.
+    """
 
-def call_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu: Any, longest: Any, causal: bool, scale: Any
-) -> tuple[Tensor, Tensor]:
-    """Compute a vendor's forward: [B, S, H, D] dense, [T, H, D] packed with lse [H, T]."""
-    block = check_lengths(q, k, cu, longest, causal)
-    assert not causal or cu[0] is not None or q.shape[1] <= k.shape[1]
-    out, lse = REFERENCE.forward(row(q, cu), row(k, cu), row(v, cu), block, scale)
-    return (out, lse) if cu[0] is None else (out[0], lse[0])
+    causal: bool
+    scale: Any
+    cu: tuple[Any, Any] = (None, None)
+    longest: tuple[Any, Any] = (None, None)
+    left: int | None = None
+    right: int | None = None
+    softcap: float | None = None
 
+    def read(self, q: Tensor, k: Tensor) -> tuple[Block, Score]:
+        """Check it, and return what it says in our terms."""
+        score = Score(self.scale, self.softcap or None)
+        left = None if self.left in (None, -1) else self.left
+        if left is not None:
+            assert self.right in ((0,) if self.causal else (None, -1))
+        if self.cu[0] is None:
+            assert self.cu[1] is None
+            assert q.dim() == k.dim() == 4
+            block = Block(self.causal, left=left)
+            assert not block.diagonal or q.shape[1] <= k.shape[1]
+            return block, score
+        assert q.dim() == k.dim() == 3
+        assert self.cu[0].dtype == self.cu[1].dtype == torch.int32
+        assert all(type(x) is int for x in self.longest)
+        assert self.longest == tuple(int(x.diff().max()) for x in self.cu)
+        return Block(self.causal, tuple(self.cu[0].tolist()), tuple(self.cu[1].tolist()), left), score
 
-def call_backward(
-    operands: tuple[Tensor, ...], cu: Any, longest: Any, causal: bool, scale: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute a vendor's backward from dout, q, k, v, out and lse."""
-    dout, q, k, v, out, lse = operands
-    assert lse.is_contiguous()
-    block = check_lengths(q, k, cu, longest, causal)
-    dout, q, k, v, out, lse = (row(x, cu) for x in operands)
-    dq, dk, dv = REFERENCE.backward(dout, q, k, v, out, lse, block, scale)
-    return (dq, dk, dv) if cu[0] is None else (dq[0], dk[0], dv[0])
+    def row(self, x: Tensor) -> Tensor:
+        return x if self.cu[0] is None else x[None]
 
+    def rows(self, *found: Tensor) -> tuple[Tensor, ...]:
+        return found if self.cu[0] is None else tuple(x[0] for x in found)
 
-def check_lengths(q: Tensor, k: Tensor, cu: Any, longest: Any, causal: bool) -> Block:
-    if cu[0] is None:
-        assert cu[1] is None
-        assert q.dim() == k.dim() == 4
-        return Block(causal)
-    assert q.dim() == k.dim() == 3
-    assert cu[0].dtype == cu[1].dtype == torch.int32
-    assert all(type(x) is int for x in longest)
-    assert longest == tuple(int(x.diff().max()) for x in cu)
-    return Block(causal, tuple(cu[0].tolist()), tuple(cu[1].tolist()))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Compute a vendor's forward: [B, S, H, D] dense, [T, H, D] packed with lse [H, T]."""
+        told = self.read(q, k)
+        return self.rows(*REFERENCE.forward(self.row(q), self.row(k), self.row(v), *told))
+
+    def backward(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """Compute a vendor's backward from dout, q, k, v, out and lse."""
+        _, q, k, _, _, lse = operands
+        assert lse.is_contiguous()
+        told = self.read(q, k)
+        return self.rows(*REFERENCE.backward(*(self.row(x) for x in operands), *told))  # type: ignore[arg-type]
 
 
 def aten_functions(seen: Calls) -> tuple[Any, ...]:
@@ -104,22 +125,24 @@ def aten_functions(seen: Calls) -> tuple[Any, ...]:
     ):  # fmt: skip
         seen.append("flash forward")
         assert (dropout_p, return_debug_mask) == (0.0, False)
-        assert (window_size_left, window_size_right, seqused_k, alibi_slopes) == (None,) * 4
+        assert (seqused_k, alibi_slopes) == (None, None)
         if cum_seq_q is None:
             assert (max_q, max_k) == (query.shape[1], key.shape[1])
         cu, longest = (cum_seq_q, cum_seq_k), (max_q, max_k)
-        return *call_forward(query, key, value, cu, longest, is_causal, scale), empty, empty, empty
+        told = Told(is_causal, scale, cu, longest, window_size_left, window_size_right)
+        return *told.forward(query, key, value), empty, empty, empty
 
     def _flash_attention_backward(
         grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
         rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
         seen.append("flash backward")
-        assert (dropout_p, window_size_left, window_size_right) == (0.0, None, None)
+        assert dropout_p == 0.0
         assert rng_state.dtype == torch.uint64
         assert rng_state.shape == (2,)
-        operands = (grad_out, query, key, value, out, logsumexp)
-        return call_backward(operands, (cum_seq_q, cum_seq_k), (max_q, max_k), is_causal, scale)
+        cu, longest = (cum_seq_q, cum_seq_k), (max_q, max_k)
+        told = Told(is_causal, scale, cu, longest, window_size_left, window_size_right)
+        return told.backward(grad_out, query, key, value, out, logsumexp)
 
     def _scaled_dot_product_cudnn_attention(
         query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, return_debug_mask=False,
@@ -129,7 +152,7 @@ def aten_functions(seen: Calls) -> tuple[Any, ...]:
         assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask) == (None, True, 0.0, False)
         assert not is_causal or query.shape[2] == key.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out, lse = REFERENCE.forward(q, k, v, Block(is_causal), scale)
+        out, lse = REFERENCE.forward(q, k, v, Block(is_causal), Score(scale))
         state = torch.zeros((), dtype=torch.int64)
         sizes = (query.shape[2], key.shape[2])
         return out.transpose(1, 2), lse.unsqueeze(-1), empty, empty, *sizes, state, state, empty
@@ -147,7 +170,7 @@ def aten_functions(seen: Calls) -> tuple[Any, ...]:
         assert logsumexp.shape == (*query.shape[:3], 1)
         assert logsumexp.is_contiguous()
         dout, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        grads = REFERENCE.backward(dout, q, k, v, out, logsumexp.squeeze(-1), Block(is_causal), scale)
+        grads = REFERENCE.backward(dout, q, k, v, out, logsumexp.squeeze(-1), Block(is_causal), Score(scale))
         return tuple(x.transpose(1, 2) for x in grads)
 
     return (
@@ -161,22 +184,26 @@ def aten_functions(seen: Calls) -> tuple[Any, ...]:
 def fa4_functions(seen: Calls) -> tuple[Any, ...]:
     def _flash_attn_fwd(
         *, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-        causal=False, return_lse=False,
+        causal=False, softcap=None, window_size_left=None, window_size_right=None, return_lse=False,
     ):  # fmt: skip
         seen.append("fa4 forward")
         assert return_lse is True
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return *call_forward(q, k, v, cu, longest, causal, softmax_scale), None, None, None
+        told = Told(causal, softmax_scale, cu, longest, window_size_left, window_size_right, softcap)
+        return *told.forward(q, k, v), None, None, None
 
     def _flash_attn_bwd(
-        *, q, k, v, out, dout, lse, softmax_scale=None, causal=False, cu_seqlens_q=None, cu_seqlens_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, deterministic=False,
+        *, q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        deterministic=False,
     ):  # fmt: skip
         seen.append("fa4 backward")
         assert dout.is_contiguous()
+        assert softcap is not None
         assert deterministic is True  # as the process asked for
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return *call_backward((dout, q, k, v, out, lse), cu, longest, causal, softmax_scale), None
+        told = Told(causal, softmax_scale, cu, longest, window_size_left, window_size_right, softcap)
+        return *told.backward(dout, q, k, v, out, lse), None
 
     return _flash_attn_fwd, _flash_attn_bwd
 
@@ -187,9 +214,9 @@ def fa2_functions(seen: Calls) -> tuple[Any, ...]:
         return_softmax,
     ):  # fmt: skip
         seen.append("fa2 forward")
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-        assert (alibi_slopes, return_softmax) == (None, False)
-        return *call_forward(q, k, v, (None, None), (None, None), causal, softmax_scale), None, None
+        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
+        told = Told(causal, softmax_scale, left=window_size_left, right=window_size_right, softcap=softcap)
+        return *told.forward(q, k, v), None, None
 
     def _flash_attn_varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
@@ -197,19 +224,19 @@ def fa2_functions(seen: Calls) -> tuple[Any, ...]:
         block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
     ):  # fmt: skip
         seen.append("fa2 varlen forward")
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
+        assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return *call_forward(q, k, v, cu, longest, causal, softmax_scale), None, None
+        told = Told(causal, softmax_scale, cu, longest, window_size_left, window_size_right, softcap)
+        return *told.forward(q, k, v), None, None
 
     def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
         seen.append("fa2 backward")
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0.0, -1, -1, 0.0)
-        assert deterministic is True
-        grads = call_backward((dout, q, k, v, out, softmax_lse), (None,) * 2, (None,) * 2, causal, softmax_scale)
-        write((dq, dk, dv), grads)
+        assert (dropout_p, alibi_slopes, deterministic) == (0.0, None, True)
+        told = Told(causal, softmax_scale, left=window_size_left, right=window_size_right, softcap=softcap)
+        write((dq, dk, dv), told.backward(dout, q, k, v, out, softmax_lse))
         return softmax_lse
 
     def _flash_attn_varlen_backward(
@@ -219,7 +246,8 @@ def fa2_functions(seen: Calls) -> tuple[Any, ...]:
     ):  # fmt: skip
         seen.append("fa2 varlen backward")
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        write((dq, dk, dv), call_backward((dout, q, k, v, out, softmax_lse), cu, longest, causal, softmax_scale))
+        told = Told(causal, softmax_scale, cu, longest, window_size_left, window_size_right, softcap)
+        write((dq, dk, dv), told.backward(dout, q, k, v, out, softmax_lse))
         return softmax_lse
 
     return _flash_attn_forward, _flash_attn_varlen_forward, _flash_attn_backward, _flash_attn_varlen_backward
@@ -234,7 +262,8 @@ def fa3_functions(seen: Calls) -> tuple[Any, ...]:
     ):  # fmt: skip
         seen.append("fa3 forward")
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        return *call_forward(q, k, v, cu, longest, causal, softmax_scale), None, None
+        told = Told(causal, softmax_scale, cu, longest, window_size_left, window_size_right, softcap)
+        return *told.forward(q, k, v), None, None
 
     def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
@@ -244,7 +273,8 @@ def fa3_functions(seen: Calls) -> tuple[Any, ...]:
         seen.append("fa3 backward")
         assert deterministic is True
         cu, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        write((dq, dk, dv), call_backward((dout, q, k, v, out, softmax_lse), cu, longest, is_causal, softmax_scale))
+        told = Told(is_causal, softmax_scale, cu, longest, window_size_left, window_size_right, softcap)
+        write((dq, dk, dv), told.backward(dout, q, k, v, out, softmax_lse))
         return softmax_lse
 
     return _flash_attn_forward, _flash_attn_backward
@@ -257,21 +287,22 @@ def write(into: tuple[Any, ...], grads: tuple[Tensor, ...]) -> None:
 
 def errors(kernel: Kernel, case: Case) -> dict[str, float]:
     q, k, v, dout = operands = case.operands()
-    out, lse = kernel.forward(q, k, v, case.block, case.scale)
+    out, lse = kernel.forward(q, k, v, case.block, case.score)
     kept, kept_lse = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (out, lse))  # as a merge may leave them
-    dq, dk, dv = kernel.backward(dout, q, k, v, kept, kept_lse, case.block, case.scale)
+    dq, dk, dv = kernel.backward(dout, q, k, v, kept, kept_lse, case.block, case.score)
     found, true = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, case.truth(operands)
     assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in true.items()}
     return {name: relative_error(found[name], true[name]) for name in true}
 
 
+EVERYTHING = [*DENSE, *MORE, *PACKED, *WINDOWS, *PACKED_WINDOWS, *SOFTCAPS, *PACKED_SOFTCAPS]
 ADAPTERS: list[tuple[Kernel, str, list[str]]] = [
-    (aten_flash.AtenFlash(), "flash", [*DENSE, *MORE, *PACKED]),
+    (aten_flash.AtenFlash(), "flash", [*DENSE, *MORE, *PACKED, *WINDOWS, *PACKED_WINDOWS]),
     (cudnn.Cudnn(), "cudnn", [*DENSE, "full, more keys"]),
-    (fa4.FlashAttention4(), "fa4", [*DENSE, *MORE, *PACKED]),
-    (flash_attn.FlashAttention3(), "fa3", [*DENSE, *MORE, *PACKED]),
-    (flash_attn.FlashAttention2(), "fa2", [*DENSE, *MORE]),
-    (flash_attn.FlashAttention2(), "fa2 varlen", PACKED),
+    (fa4.FlashAttention4(), "fa4", EVERYTHING),
+    (flash_attn.FlashAttention3(), "fa3", EVERYTHING),
+    (flash_attn.FlashAttention2(), "fa2", [*DENSE, *MORE, *WINDOWS, *SOFTCAPS]),
+    (flash_attn.FlashAttention2(), "fa2 varlen", [*PACKED, *PACKED_WINDOWS, *PACKED_SOFTCAPS]),
 ]
 
 
@@ -279,7 +310,7 @@ ADAPTERS: list[tuple[Kernel, str, list[str]]] = [
     ("kernel", "called", "name"), [(kernel, called, name) for kernel, called, names in ADAPTERS for name in names]
 )
 def test_an_adapter_calls_its_vendor_as_documented(kernel: Kernel, called: str, name: str, calls: Calls) -> None:
-    found = errors(kernel, (CASES | SQUARE)[name])
+    found = errors(kernel, (CASES | CAPPED | SQUARE)[name])
     assert max(found.values()) <= 1e-10, found
     assert calls == [f"{called} forward", f"{called} backward"]
 
@@ -294,16 +325,32 @@ def test_borders_are_made_once_and_checked(kernel: Kernel, calls: Calls) -> None
     assert list(case.block.cache.values()) == [kept]
     x = torch.zeros(1, 5, 3, 8, dtype=torch.float64)
     with pytest.raises(KernelError, match="do not fit 5 queries"):
-        kernel.forward(x, x, x, packed(True, (2, 2)), 1.0)
+        kernel.forward(x, x, x, packed(True, (2, 2)), Score(1.0))
     with pytest.raises(KernelError, match="Segment 1 has 0 queries"):
-        kernel.forward(x, x, x, packed(True, (5, 0)), 1.0)
+        kernel.forward(x, x, x, packed(True, (5, 0)), Score(1.0))
 
 
-@pytest.mark.parametrize("name", ["causal, more keys", "packed"])
+@pytest.mark.parametrize("name", ["causal, more keys", "packed", "window, no order", "softcap, full"])
 def test_cudnn_does_only_what_every_version_agrees_on(name: str, calls: Calls) -> None:
-    with pytest.raises(KernelError, match=r"Kernel 'cudnn' cannot do this call .*: it (does not take|is causal only)"):
-        errors(cudnn.Cudnn(), CASES[name])
+    with pytest.raises(KernelError, match=r"Kernel 'cudnn' cannot do this call .*: it (does not|is causal only)"):
+        errors(cudnn.Cudnn(), (CASES | CAPPED)[name])
     assert calls == []
+
+
+def test_pytorchs_flash_attention_does_not_cap_scores(calls: Calls) -> None:
+    with pytest.raises(KernelError, match=r"Kernel 'aten-flash' cannot do this call .*it does not cap scores"):
+        errors(aten_flash.AtenFlash(), CAPPED["softcap, full"])
+    assert calls == []
+
+
+def test_fa4_caps_no_scores_of_head_dim_256_on_the_newest_devices(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(torch.device("cuda"), torch.bfloat16, 256, 256, softcap=True)
+    assert "does not cap scores of head_dim 256" in (fa4.FlashAttention4().refuses(request) or "")
+    assert fa4.FlashAttention4().refuses(replace(request, head_dim=128, v_head_dim=128)) is None
+    monkeypatch.setattr(fa4, "device_problem", lambda device, oldest: "old" if oldest == (10, 0) else None)
+    assert fa4.FlashAttention4().refuses(request) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kernel_cases import CASES, Case, relative_error
 from longspan.errors import KernelError
 from longspan.kernels.cpu import Cpu
 from longspan.kernels.guard import INT32_ELEMENTS, Guard, cut, extent
-from longspan.kernels.protocol import Request
+from longspan.kernels.protocol import Request, Score
 from longspan.kernels.reference import Reference
 from longspan.mask import Block
 
@@ -48,15 +48,15 @@ class Watched(Reference):
         self.shapes.append((*operands[0].shape[:3], *operands[1].shape[1:3]))
         self.blocks.append(block)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         self.see(block, q, k, v)
-        return super().forward(q, k, v, block, scale)
+        return super().forward(q, k, v, block, score)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.see(block, q, k, v, dout, out, lse)
-        return super().backward(dout, q, k, v, out, lse, block, scale)
+        return super().backward(dout, q, k, v, out, lse, block, score)
 
 
 class Lenient(Watched):
@@ -67,8 +67,8 @@ class Lenient(Watched):
 def guarded(case: Case, inner: Reference | Cpu, limit: int) -> dict[str, float]:
     q, k, v, dout = operands = case.operands()
     guard = Guard(inner, limit)
-    out, lse = guard.forward(q, k, v, case.block, case.scale)
-    dq, dk, dv = guard.backward(dout, q, k, v, out, lse, case.block, case.scale)
+    out, lse = guard.forward(q, k, v, case.block, case.score)
+    dq, dk, dv = guard.backward(dout, q, k, v, out, lse, case.block, case.score)
     found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     true = case.truth(operands)
     assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in true.items()}
@@ -128,9 +128,9 @@ def test_packed_calls_are_split_over_heads_with_one_block(name: str, heads: int)
 def test_gradients_are_wide_only_where_tiles_add_up() -> None:
     class Narrow(Reference):
         def backward(
-            self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+            self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
         ) -> tuple[Tensor, Tensor, Tensor]:
-            dq, dk, dv = super().backward(dout, q, k, v, out, lse, block, scale)
+            dq, dk, dv = super().backward(dout, q, k, v, out, lse, block, score)
             return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     q, k, v, dout = Case(Block(True), 13, 13, rows=3).operands(torch.bfloat16)
@@ -143,8 +143,8 @@ def test_gradients_are_wide_only_where_tiles_add_up() -> None:
     }
     for split, dtypes in expected.items():
         guard = Guard(Narrow(), SPLITS[split][0] * WIDTH + 1)
-        out, lse = guard.forward(q, k, v, Block(True), 0.3)
-        dq, dk, dv = guard.backward(dout, q, k, v, out, lse, Block(True), 0.3)
+        out, lse = guard.forward(q, k, v, Block(True), Score(0.3))
+        dq, dk, dv = guard.backward(dout, q, k, v, out, lse, Block(True), Score(0.3))
         assert (out.dtype, lse.dtype, dq.dtype, dk.dtype, dv.dtype) == (bf16, fp32, *dtypes, dtypes[1])
 
 
@@ -166,8 +166,8 @@ def test_a_small_view_of_a_large_tensor_is_copied() -> None:
     assert extent(view) > limit
     watched = Watched(limit)
     guard = Guard(watched, limit)
-    out, lse = guard.forward(view, k, v, case.block, case.scale)
-    guard.backward(dout, view, k, v, out, lse, case.block, case.scale)
+    out, lse = guard.forward(view, k, v, case.block, case.score)
+    guard.backward(dout, view, k, v, out, lse, case.block, case.score)
     assert relative_error(out, case.truth((q, k, v, dout))["out"]) <= 1e-10
     assert len(watched.shapes) == 2
 
@@ -176,15 +176,15 @@ def test_below_the_limit_the_kernel_gets_the_operands_themselves() -> None:
     class Same(Reference):
         name = "same"
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
             self.got = (q, k, v, block)
-            return super().forward(q, k, v, block, scale)
+            return super().forward(q, k, v, block, score)
 
     case, same = CASES["transposed"], Same()
     q, k, v, _ = case.operands()
     guard = Guard(same)
     assert (guard.name, guard.limit) == ("same", INT32_ELEMENTS)
-    guard.forward(q, k, v, case.block, 1.0)
+    guard.forward(q, k, v, case.block, Score(1.0))
     assert [a is b for a, b in zip(same.got, (q, k, v, case.block), strict=True)] == [True] * 4
 
 

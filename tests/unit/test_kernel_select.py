@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -85,12 +86,29 @@ def test_values_of_another_head_dim_are_padded(gpu: None) -> None:
         case = CASES["packed, narrow values"]
         q, k, v, dout = operands = case.operands()
         kernel = pick(name, Request(q.device, q.dtype, 16, 8, varlen=True, bottom_right=True))
-        out, lse = kernel.forward(q, k, v, case.block, case.scale)
-        grads = kernel.backward(dout, q, k, v, out, lse, case.block, case.scale)
+        out, lse = kernel.forward(q, k, v, case.block, case.score)
+        grads = kernel.backward(dout, q, k, v, out, lse, case.block, case.score)
         true = case.truth(operands)
         assert out.is_contiguous()
         assert relative_error(out, true["out"]) <= 1e-10
         assert max(relative_error(x, true[n]) for n, x in zip(("dq", "dk", "dv"), grads, strict=True)) <= 1e-10
+
+
+def test_capped_scores_and_windows_get_the_kernels_that_do_them(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    capped, windowed = replace(GPU, softcap=True), replace(GPU, window=True)
+    assert pick("auto", replace(CPU, window=True)).name == "cpu"
+    assert pick("auto", replace(CPU, softcap=True)).name == "reference"
+    assert pick("auto", windowed).name == "cudnn+aten-flash", "cudnn where a call shows no window"
+    with pytest.raises(KernelError, match=r"fa4: .*; aten-flash: it does not cap scores; fa3: .*serve .*: reference\."):
+        pick("auto", capped)
+    with pytest.raises(KernelError, match="cudnn: it does not take windows"):
+        pick("cudnn", replace(windowed, varlen=False, bottom_right=False))
+    with pytest.raises(KernelError, match="cpu: it does not cap scores"):
+        pick("cpu", replace(CPU, softcap=True))
+    install(monkeypatch, "fa3", "fa2")
+    assert pick("auto", capped).name == "fa3"
+    install(monkeypatch, *PACKAGES)
+    assert (pick("auto", capped).name, pick("auto", windowed).name) == ("fa4", "fa4")
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import CASES, Case, packed, relative_error
+from kernel_cases import CAPPED, CASES, Case, packed, relative_error
 from longspan.errors import KernelError
 from longspan.kernels.compose import Either, EqualDims
 from longspan.kernels.cpu import Cpu
 from longspan.kernels.merge import merge_
-from longspan.kernels.protocol import Kernel, Request, asked, wide
+from longspan.kernels.protocol import Kernel, Request, Score, asked, wide
 from longspan.kernels.reference import Reference
 from longspan.mask import Block
 
@@ -36,8 +36,8 @@ def _poisoned() -> Iterator[None]:
 
 def run(kernel: Kernel, case: Case, operands: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
     q, k, v, dout = operands
-    out, lse = kernel.forward(q, k, v, case.block, case.scale)
-    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, case.block, case.scale)
+    out, lse = kernel.forward(q, k, v, case.block, case.score)
+    dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, case.block, case.score)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -57,6 +57,18 @@ def test_uninitialised_memory_is_poisoned() -> None:
 def test_outputs_and_gradients_are_exact(kernel: str, name: str) -> None:
     found = errors(KERNELS[kernel], CASES[name])
     assert max(found.values()) <= EXACT, found
+
+
+@pytest.mark.parametrize("name", CAPPED)
+@pytest.mark.parametrize("kernel", ["reference", "reference, equal dims"])
+def test_capped_scores_are_exact(kernel: str, name: str) -> None:
+    found = errors(KERNELS[kernel], CAPPED[name])
+    assert max(found.values()) <= EXACT, found
+
+
+def test_the_cpu_kernel_does_not_cap_scores() -> None:
+    with pytest.raises(KernelError, match=r"Kernel 'cpu' cannot do this call .*it does not cap scores"):
+        errors(Cpu(), CAPPED["softcap, full"])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -92,15 +104,15 @@ class Mutant:
     def refuses(self, request: Request) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         if self.defect == "scale doubled":
-            scale = 2 * scale
+            score = replace(score, scale=2 * score.scale)
         if self.defect == "key heads interleaved":
             k = k.roll(1, dims=2)
         if self.defect == "causal from the top left":
-            out, lse = self.inner.forward(q, k[:, : q.shape[1]], v[:, : q.shape[1]], block, scale)
+            out, lse = self.inner.forward(q, k[:, : q.shape[1]], v[:, : q.shape[1]], block, score)
         else:
-            out, lse = self.inner.forward(q, k, v, block, scale)
+            out, lse = self.inner.forward(q, k, v, block, score)
         if self.defect == "heads swapped":
             out = out.flip(2)
         if self.defect == "row unwritten":
@@ -110,11 +122,11 @@ class Mutant:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.defect == "delta without out":
             out = torch.zeros_like(out)
-        grads = dict(zip(("dq", "dk", "dv"), self.inner.backward(dout, q, k, v, out, lse, block, scale), strict=True))
+        grads = dict(zip(("dq", "dk", "dv"), self.inner.backward(dout, q, k, v, out, lse, block, score), strict=True))
         name, _, change = self.defect.partition(" ")
         if name in grads:
             grad = grads[name]
@@ -155,11 +167,11 @@ def split(kernel: Kernel, case: Case, at: int, *, final: bool) -> dict[str, floa
     q, k, v, dout = case.operands()
     true = case.truth((q, k, v, dout))
     blocks = [(slice(0, at), Block(False)), (slice(at, None), Block(True))]
-    parts = [kernel.forward(q, k[:, keys], v[:, keys], block, case.scale) for keys, block in blocks]
+    parts = [kernel.forward(q, k[:, keys], v[:, keys], block, case.score) for keys, block in blocks]
     out, lse = (x.clone() for x in parts[0])
     merge_(out, lse, *parts[1])
     grads = [
-        kernel.backward(dout, q, k[:, keys], v[:, keys], *((out, lse) if final else part), block, case.scale)
+        kernel.backward(dout, q, k[:, keys], v[:, keys], *((out, lse) if final else part), block, case.score)
         for (keys, block), part in zip(blocks, parts, strict=True)
     ]
     dq = grads[0][0] + grads[1][0]
@@ -183,9 +195,9 @@ def test_one_of_two_kernels_is_chosen_by_the_call() -> None:
         def refuses(self, request: Request) -> str | None:
             return "dense only" if request.varlen or request.bottom_right else None
 
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
             self.calls += 1
-            return super().forward(q, k, v, block, scale)
+            return super().forward(q, k, v, block, score)
 
     dense = Dense()
     either = Either(dense, Reference())
@@ -210,13 +222,15 @@ def test_one_of_two_kernels_is_chosen_by_the_call() -> None:
         (packed(True, (2, 2), (1, 3)), 4, 4, "Segment 0 has 2 queries and 1 keys"),
         (packed(True, (3, 1)), 5, 5, "do not fit 5 queries and 5 keys"),
         (Block(True, (1, 4), (0, 4)), 4, 4, "do not fit"),
+        (Block(False, left=2), 4, 3, "a window no more queries than keys"),
+        (packed(False, (3, 1), (2, 2), left=2), 4, 4, "Segment 0 has 3 queries and 2 keys"),
     ],
 )
 def test_calls_without_meaning_are_refused(kernel: str, block: Block, queries: int, keys: int, says: str) -> None:
     q, kv = torch.zeros(1, queries, 6, 8), torch.zeros(1, keys, 3, 8)
     for call in (
-        lambda: KERNELS[kernel].forward(q, kv, kv, block, 1.0),
-        lambda: KERNELS[kernel].backward(q, q, kv, kv, q, torch.zeros(1, 6, queries), block, 1.0),
+        lambda: KERNELS[kernel].forward(q, kv, kv, block, Score(1.0)),
+        lambda: KERNELS[kernel].backward(q, q, kv, kv, q, torch.zeros(1, 6, queries), block, Score(1.0)),
     ):
         with pytest.raises(KernelError, match=says):
             call()
@@ -233,22 +247,24 @@ def test_calls_without_meaning_are_refused(kernel: str, block: Block, queries: i
 )
 def test_shapes_that_do_not_fit_are_refused(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     with pytest.raises(KernelError, match=r"K dividing H"):
-        Cpu().forward(torch.zeros(q), torch.zeros(k), torch.zeros(v), Block(True), 1.0)
+        Cpu().forward(torch.zeros(q), torch.zeros(k), torch.zeros(v), Block(True), Score(1.0))
 
 
 def test_packed_rows_are_one_at_a_time() -> None:
     x = torch.zeros(2, 4, 3, 8)
     with pytest.raises(KernelError, match="one row per call"):
-        Cpu().forward(x, x, x, packed(True, (4,)), 1.0)
+        Cpu().forward(x, x, x, packed(True, (4,)), Score(1.0))
 
 
 def test_a_call_is_described_as_a_request() -> None:
     q, k, v = torch.zeros(1, 3, 2, 8), torch.zeros(1, 5, 2, 8), torch.zeros(1, 5, 2, 4)
-    plain = Request(q.device, q.dtype, 8, 4)
-    assert asked(q, k, v, Block(False)) == plain
-    assert asked(q, k, v, Block(True)) == replace(plain, bottom_right=True)
-    assert asked(k, k, v, Block(True)) == plain
-    assert asked(q, k, v, packed(True, (1, 2), (2, 3))) == replace(plain, varlen=True, bottom_right=True)
-    assert asked(k, k, v, packed(True, (2, 3))) == replace(plain, varlen=True)
-    assert asked(q[:, :1], k, v, Block(False)) == replace(plain, single=True)
+    plain, score = Request(q.device, q.dtype, 8, 4), Score(1.0)
+    assert asked(q, k, v, Block(False), score) == plain
+    assert asked(q, k, v, Block(True), score) == replace(plain, bottom_right=True)
+    assert asked(k, k, v, Block(True), score) == plain
+    assert asked(q, k, v, packed(True, (1, 2), (2, 3)), score) == replace(plain, varlen=True, bottom_right=True)
+    assert asked(k, k, v, packed(True, (2, 3)), score) == replace(plain, varlen=True)
+    assert asked(q[:, :1], k, v, Block(False), score) == replace(plain, single=True)
+    assert asked(q, k, v, Block(False, left=0), Score(1.0, 2.0)) == replace(plain, window=True, softcap=True)
     assert str(replace(plain, varlen=True)) == "float32, head_dim 8 (values 4), on cpu, packed documents"
+    assert str(replace(plain, window=True, softcap=True)).endswith("on cpu, a window, a softcap")

@@ -27,6 +27,8 @@ def visible(mask: Mask, rows: int) -> np.ndarray:
         starts = mask.documents[row] if mask.documents else (0,)
         document = np.searchsorted(np.array(starts), np.arange(mask.length), side="right")
         seen[row] = np.tril(document[:, None] == document[None, :])
+        if mask.window is not None:
+            seen[row] = np.triu(seen[row], 1 - mask.window)
     return seen
 
 
@@ -41,8 +43,10 @@ def pairs(block: Block, queries: int, keys: int) -> np.ndarray:
         assert d > c
         for i in range(b - a):
             last = i + (d - c) - (b - a) if block.causal else d - c - 1
-            assert last >= 0, "a query of a causal call sees no key"
-            seen[a + i, c : c + last + 1] = 1
+            first = 0 if block.left is None else max(0, i + (d - c) - (b - a) - block.left)
+            assert 0 <= first <= last, "a query sees no key"
+            seen[a + i, c + first : c + last + 1] = 1
+        assert not block.diagonal or b - a <= d - c, "kernels differ in what this means"
     return seen
 
 
@@ -64,10 +68,15 @@ def count(works: Sequence[Work], q: Sequence[Piece], k: Sequence[Piece], rows: i
 
 @st.composite
 def masks(draw: st.DrawFn, length: int, rows: int) -> Mask:
+    window = draw(st.none() | st.integers(1, length + 1))
     if draw(st.booleans()):
-        return Mask(length)
-    inner = st.sets(st.integers(1, length - 1)) if length > 1 else st.just(set())
-    return Mask(length, tuple((0, *sorted(draw(inner))) for _ in range(rows)))
+        return Mask(length, window=window)
+    inner = (
+        st.sets(st.integers(1, length - 1), max_size=draw(st.sampled_from([2, length])))
+        if length > 1
+        else st.just(set())
+    )
+    return Mask(length, tuple((0, *sorted(draw(inner))) for _ in range(rows)), window)
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,20 +86,28 @@ def test_all_steps_of_all_ranks_cover_each_visible_pair_once(
 ) -> None:
     layout = Layout(tokens, ring, ulysses, zigzag=zigzag)
     mask = data.draw(masks(layout.length, rows))
-    total = np.zeros((rows, layout.length, layout.length), dtype=int)
+    total, worked = np.zeros((rows, layout.length, layout.length), dtype=int), [False] * ring
     for rank in range(ring):
         mine = layout.ring_pieces(rank)
         schedule = Schedule.of(mask, layout, rank)
-        assert len(schedule.steps) == ring
-        for step, works in enumerate(schedule.steps):
-            done = count(works, mine, layout.ring_pieces((rank - step) % ring), rows, layout.length)
-            if step == 0:
-                covered = np.zeros((rows, layout.length // ring), dtype=int)
-                for work in works:
-                    covered[work.rows, work.q] += 1
-                assert (covered == 1).all(), "step 0 writes each token once"
-            total += done
+        assert schedule.offsets[0] == 0
+        assert schedule.offsets == Schedule.of(mask, layout, 0).offsets, "equal on all ranks"
+        own_come_first([work for works in schedule.steps for work in works], rows, layout.length // ring)
+        for offset, works in zip(schedule.offsets, schedule.steps, strict=True):
+            worked[offset] |= bool(works)
+            total += count(works, mine, layout.ring_pieces((rank - offset) % ring), rows, layout.length)
     np.testing.assert_array_equal(total, visible(mask, rows))
+    assert [at for at, some in enumerate(worked) if some] == list(schedule.offsets), "no step without work on any rank"
+
+
+def own_come_first(works: Sequence[Work], rows: int, queries: int) -> None:
+    """Check that each query is in one causal call, before all its others."""
+    covered = np.zeros((rows, queries), dtype=int)
+    for work in works:
+        if work.block.causal:
+            covered[work.rows, work.q] += 1
+        assert (covered[work.rows, work.q] == 1).all()
+    assert (covered == 1).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,6 +127,59 @@ def test_queries_against_all_keys_before_them(length: int, rows: int, data: st.D
         held_k[piece.start : piece.stop] = 1
     done = count(mask.work(q, k), q, k, rows, length)
     np.testing.assert_array_equal(done, wanted * held_q[None, :, None] * held_k[None, None, :])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 24), st.integers(1, 2), st.integers(1, 9), st.data())
+def test_tiles_cover_each_visible_pair_once(length: int, rows: int, step: int, data: st.DataObject) -> None:
+    mask, row = data.draw(masks(length, rows)), [Piece(0, length)]
+    tiles = Tiles.of(mask, [Piece(a, min(a + step, length)) for a in range(0, length, step)], 1)
+    total = np.zeros((rows, length, length), dtype=int)
+    for tile, works in zip(tiles.joined, tiles.works, strict=True):
+        own_come_first(works, rows, len(tile))
+        total += count(works, [tile], row, rows, length)
+    np.testing.assert_array_equal(total, visible(mask, rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 24), st.integers(1, 2), st.data())
+def test_a_window_as_long_as_every_document_is_none(length: int, rows: int, data: st.DataObject) -> None:
+    mask, window = data.draw(masks(length, rows)), data.draw(st.none() | st.integers(1, length + 1))
+    within = mask.within(window)
+    wanted = visible(Mask(length, mask.documents, window), rows)
+    np.testing.assert_array_equal(visible(within, rows), wanted)
+    unbounded = (wanted == visible(Mask(length, mask.documents), rows)).all()
+    assert (within.window is None) == unbounded
+    works = within.work([Piece(0, length)], [Piece(0, length)])
+    assert all(work.block.left is None for work in works) == unbounded
+
+
+def test_a_window_on_a_zigzag_ring_needs_two_hops() -> None:
+    """Piece 1 sees the end of piece 0, one rank back; the mirror pieces see the next rank's."""
+    layout = Layout(64, ring=4)
+    assert Schedule.of(Mask(64), layout, 0).offsets == (0, 1, 2, 3)
+    assert Schedule.of(Mask(64, window=9), layout, 0).offsets == (0, 1, 3)
+    assert Schedule.of(Mask(64, window=1), layout, 0).offsets == (0,)
+    assert Schedule.of(Mask(64, (tuple(range(0, 64, 8)),)), layout, 0).offsets == (0,), "documents end with the pieces"
+
+
+def test_a_window_costs_no_more_than_what_it_shows() -> None:
+    """A query tile against a long prefix is given no keys that none of its queries sees."""
+    (work,) = Mask(1000, window=50).work([Piece(900, 910)], [Piece(0, 900), Piece(900, 910)])
+    assert (work.q, work.k, work.block) == (slice(0, 10), slice(851, 910), Block(True, left=49))
+    far, near = Mask(1000, window=50).work([Piece(900, 1000)], [Piece(800, 900)])[0], None
+    assert (far.q, far.k, far.block, near) == (slice(0, 49), slice(51, 100), Block(False, left=0), None)
+    both = Mask(1000, window=500).work([Piece(300, 900)], [Piece(0, 200)])
+    assert [(w.q, w.k, w.block) for w in both] == [
+        (slice(0, 200), slice(0, 200), Block(False)),
+        (slice(200, 399), slice(1, 200), Block(False, left=0)),
+    ]
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_without_the_token_itself_is_refused(window: int) -> None:
+    with pytest.raises(BatchError, match=f"at least the token itself, got {window} tokens"):
+        Mask(8, window=window)
 
 
 def test_a_whole_row_is_one_causal_call_for_all_rows() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from longspan.config import RunConfig, parse_config
 from longspan.mesh import Mesh
@@ -82,16 +82,29 @@ def test_work_counts_chosen_experts_only() -> None:
     assert work.parameters == 2 * layer + 32 * 50
 
 
-def test_work_of_windowed_attention_is_not_guessed() -> None:
+def test_work_of_windowed_attention_counts_what_is_seen() -> None:
+    config = MistralConfig(**SMALL, sliding_window=4)
+    work, plain = build(config), build(MistralConfig(**SMALL, sliding_window=None))
+    assert work is not None
+    assert plain is not None
+    assert (work.attention_width, work.windows) == (0, ((4, plain.attention_width),))
+    assert work.flops([4, 3, 1]) == plain.flops([4, 3, 1])
+    attention = 6 * plain.attention_width
+    assert work.flops([10]) - 60 * work.parameters == attention * (4 * 10 - 4 * 4 / 2)
+    assert work.flops([10, 2]) - 72 * work.parameters == attention * (32 + 2)
+
+
+def test_work_of_other_kinds_of_layers_is_not_guessed() -> None:
     config = LlamaConfig(**SMALL)
-    config.layer_types = ["full_attention", "sliding_attention"]
+    config.layer_types = ["full_attention", "chunked_attention"]
     assert build(config) is None
 
 
 def test_on_a_cpu_there_is_no_peak_and_no_gpu_memory() -> None:
     cpu = torch.device("cpu")
     assert peak_flops(cpu) is None
-    gpu_bytes, host_bytes = peak_bytes(cpu, Mesh())
+    gpu_bytes, host_bytes, stops = peak_bytes(cpu, Mesh())
+    assert not stops and peak_bytes(cpu, Mesh(), stop=True)[2]
     assert gpu_bytes == 0
     assert host_bytes > 50 * 2**20
 

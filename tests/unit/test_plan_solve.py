@@ -116,6 +116,21 @@ def test_published_bytes_per_token() -> None:
     assert kib_per_token(max(peaks) - costs.x[0], tokens) == 64.5
 
 
+@pytest.mark.parametrize("tokens", [131_072, 524_288, 1_048_576])
+def test_layers_whose_input_is_edited_keep_it(tokens: int) -> None:
+    """DeepStack adds to hidden states after the first three layers, so the next ones cannot be rebuilt from these."""
+    plain = setup(tokens)
+    edited = replace(plain, shape=replace(plain.shape, edited=3))
+    found, free = solve(edited), solve(plain)
+    assert free is not None
+    assert found is not None
+    keeps = found.memory.decisions * (32 if len(found.memory.decisions) == 1 else 1)
+    assert not any(keep.rebuilds for keep in keeps[:4])
+    assert found.step_s >= free.step_s
+    if tokens > 1_000_000:
+        assert any(keep.rebuilds for keep in keeps[4:])
+
+
 def test_segments_attend_twice() -> None:
     """The least memory costs each rebuilt layer one attention forward, 1.97 per layer in all."""
     costs = Costs(setup(1 << 20, ulysses=1, cluster=cluster(1)))

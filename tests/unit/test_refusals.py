@@ -51,6 +51,20 @@ def mamba_sizes() -> dict[str, Any]:
     return {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 
 
+def unknown_logits(**fields: float) -> Any:
+    """A model that moves its logits by what its config does not say."""
+    made = llama(**fields)
+    plain = made.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    made.forward = forward
+    return made
+
+
 def gemma3n() -> Any:
     """Layers that reuse the keys of others, and pass several hidden states each; without windows and softcap."""
     sizes: dict[str, Any] = SIZES | {
@@ -88,19 +102,29 @@ def doubled(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tens
     return 2 * Qwen3NextGatedDeltaNet.forward(self, hidden_states, **kwargs)
 
 
+def windowed(layer: int, window: int) -> Any:
+    """A model of which one layer says it has a window of its own; by its mask, the second has one of 4 tokens."""
+    made = model(hf.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=4, layer_types=SLIDING))
+    made.model.layers[layer].self_attn.sliding_window = window
+    return made
+
+
+def other_sinks() -> Any:
+    made = model(hf.GptOssConfig(**SIZES, num_local_experts=2, layer_types=FULL, sliding_window=64))
+    made.model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(3))
+    return made
+
+
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "sliding-window": (
-        lambda: model(hf.MistralConfig(**SIZES, sliding_window=4)),
-        r"MistralAttention of layer 0 asks attention for (sliding_window=4|a window or chunks of 4 tokens)",
+    "two-windows": (
+        lambda: windowed(1, 5),
+        r"Qwen3Attention of layer 1 asks attention for sliding_window=5, but its mask has a window of 4 tokens",
     ),
-    "alternating-window": (
-        lambda: model(hf.Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=4, layer_types=SLIDING)),
-        r"Qwen3Attention of layer 1 asks attention for (sliding_window=4|a window or chunks of 4 tokens)",
+    "window-without-a-mask": (
+        lambda: windowed(0, 4),
+        r"Qwen3Attention of layer 0 asks attention for sliding_window=4, but its mask sees all tokens",
     ),
-    "window-in-the-mask-alone": (
-        lambda: model(hf.PhimoeConfig(**SIZES, num_local_experts=2, sliding_window=4)),
-        "PhimoeAttention of layer 0 asks attention for a window or chunks of 4 tokens",
-    ),
+    "window-of-nothing": (lambda: windowed(0, 0), r"layer 0 asks for sliding_window=0; a window is a whole number"),
     "chunks": (
         lambda: model(
             hf.Llama4TextConfig(
@@ -111,21 +135,17 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
                 interleave_moe_layer_step=9,
             )
         ),
-        "Llama4",
+        "Llama4TextAttention of layer 0 asks attention for chunks of 4 tokens that do not see each other",
     ),
-    "sinks": (
-        lambda: model(hf.GptOssConfig(**SIZES, num_local_experts=2, layer_types=FULL, sliding_window=64)),
-        r"GptOssAttention of layer 0 asks attention for s_aux=a tensor \[4\]",
+    "sinks-of-other-heads": (
+        other_sinks,
+        r"GptOssAttention of layer 0 has s_aux \[3\], not one sink for each",
     ),
-    "softcap": (
-        lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, final_logit_softcapping=None)),
-        "Gemma2Attention of layer 0 asks attention for softcap=50.0",
+    "unknown-logits": (unknown_logits, r"changes the output of its head .* \(it names no scale"),
+    "other-logits": (
+        lambda: unknown_logits(logits_scaling=3.0),
+        r"changes the output of its head .* not as its config says \(a scale of 3 with .* or a scale of 0.333333 with",
     ),
-    "logit-softcap": (
-        lambda: model(hf.Gemma2Config(**SIZES, layer_types=FULL, attn_logit_softcapping=None)),
-        "Gemma2ForCausalLM changes the output of its head",
-    ),
-    "logit-scale": (lambda: model(hf.CohereConfig(**SIZES, logit_scale=0.5)), "CohereForCausalLM changes the output"),
     "conv": (
         lambda: model(hf.Lfm2Config(**SIZES, layer_types=["full_attention", "conv"])),
         r"model.layers.1 \(Lfm2DecoderLayer\) never calls the attention interface",
@@ -140,7 +160,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "shared-keys": (
         gemma3n,
-        r"model.layers.0 \(Gemma3nTextDecoderLayer\) is not called with hidden states \[B, S, d\]",
+        r"model.layers.2 \(Gemma3nTextDecoderLayer\) and all layers after it reuse the keys and values of earlier",
     ),
     "mamba": (
         lambda: model(hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)),
@@ -169,7 +189,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "own-mask": (lambda: model(hf.DogeConfig(**SIZES)), "DogeAttention of layer 0 passes its own attention mask"),
     "no-interface": (
         lambda: model(hf.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=4)),
-        "BloomForCausalLM does not call its attention through transformers' attention interface",
+        "BloomModel does not call its attention through transformers' attention interface",
     ),
     "not-causal": (
         lambda: model(hf.BertConfig(**SIZES, is_decoder=False, attention_probs_dropout_prob=0.0)),

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from longspan.errors import ModelError
 from longspan.integrations.transformers.rope import EXACT_FLOAT32_POSITIONS, Rotary, rotary_kinds
@@ -76,6 +80,32 @@ def exact(inv_freq: Tensor, positions: Tensor, scaling: float = 1.0) -> tuple[Te
 
 def error(found: tuple[Tensor, Tensor], true: tuple[Tensor, Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, true, strict=True))
+
+
+def axial(family: str) -> tuple[Any, list[int]]:
+    """Return a rotary embedding of images, and the axis of each of its frequencies."""
+    rope: dict[str, Any] = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    if family == "qwen3_vl":
+        text: Any = Qwen3VLTextConfig(**sizes, head_dim=8, rope_parameters=rope | {"mrope_interleaved": True})
+        return Qwen3VLTextRotaryEmbedding(text), [0, 1, 2, 0]
+    return Qwen2_5_VLRotaryEmbedding(Qwen2_5_VLTextConfig(**sizes, rope_parameters=rope)), [0, 0, 1, 2]  # type: ignore
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_along_three_axes(family: str) -> None:
+    """Near ones have the module's own bits, far ones are exact along each axis."""
+    module, axes = axial(family)
+    near = torch.tensor([[0, 3, 4, 9], [0, 5, 1, 9], [0, 2, 7, 9]])[:, None]
+    assert error(Rotary(module, under(9))(X, near), module.forward(X, near)) == 0.0
+    far = near + torch.tensor([FAR, 40_000, 7])[:, None, None]
+    rotary = Rotary(module, under(FAR + 9))
+    assert rotary.axes is not None
+    assert rotary.axes.tolist() == axes
+    angles = far.permute(1, 2, 0)[..., axes].double() * module.inv_freq.double()
+    angles = torch.cat([angles, angles], -1)
+    assert error(rotary(X, far), (angles.cos(), angles.sin())) < 1e-7
+    assert error(module.forward(X, far), (angles.cos(), angles.sin())) > 1e-4
 
 
 def test_outside_of_a_forward_pass_it_is_the_module_itself() -> None:

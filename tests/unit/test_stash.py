@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import random
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -165,3 +167,33 @@ def test_without_a_budget_memory_is_measured_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Stash, "_measure", lambda self: counted.append(measure(self)))
     stash.put([torch.zeros(4) for _ in range(50)], Tier.GPU)
     assert len(counted) == 1
+
+
+def calls(work: Callable[[], Any]) -> int:
+    """Count the functions that work calls, in Python and in C."""
+    count = 0
+
+    def called(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("tier", [Tier.GPU, Tier.HOST])
+def test_a_tile_costs_the_same_whatever_is_held(tier: Tier) -> None:
+    stash = Stash(CPU, Budget(1 << 20, 1 << 20), portion=1 << 20)
+    held, counts = [], []
+    for more in (20, 300, 300):
+        held += [stash.put([torch.ones(4)], tier) for _ in range(more)]
+        stash.settle()
+        tile = [torch.ones(4), torch.ones(4)]
+        assert stash.usage.now[tier]  # what has died is forgotten
+        counts.append(calls(lambda: stash.get(stash.put(tile, tier))))  # noqa: B023
+        held.pop(len(held) // 2)
+    assert counts[0] == counts[1] == counts[2], counts

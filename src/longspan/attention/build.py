@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.attention.gather import Gather
 from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
+from longspan.attention.sinks import absorb_, sinks_gradient
 from longspan.attention.ulysses import Ulysses
 from longspan.comm.heads import HeadSplit
 from longspan.errors import BatchError, TopologyError
-from longspan.kernels.protocol import Kernel, Request
+from longspan.kernels.protocol import Kernel, Request, Score
 from longspan.kernels.select import pick
 from longspan.layout import Layout, Piece
 from longspan.mask import Mask
@@ -23,30 +25,38 @@ from longspan.mesh import Mesh
 
 @dataclass(frozen=True)
 class Attend:
-    """Sequence-parallel attention over a mesh: `ulysses(ring(kernel))`."""
+    """Sequence-parallel attention over a mesh: `ulysses(exchange(kernel))`."""
 
     mesh: Mesh
     kernel: Kernel
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, score: Score, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend from this rank's tokens to all tokens that they may see.
 
         Args:
             q: [B, S/sp, H, D]; k: [B, S/sp, K, D]; v: [B, S/sp, K, Dv]: this rank's shard of the layout that
                 `schedule` was made for.
-            scale: factor on q k^T before the softmax.
+            score: what becomes of q k^T before the softmax.
+            sinks: [H] scores that take a share of each head's softmax, all of them on every rank. Each rank gets its
+                share of their gradient, that of the heads and tokens that it worked on.
 
         Returns:
             [B, S/sp, H, Dv], q's dtype, differentiable once.
 
         Cost: forward one all-to-all of q, k, v and one of out, backward one of dout and one of dq, dk, dv, each once
-            per interleaved part; and the ring's shifts.
+            per interleaved part; and what the exchange of keys moves.
         """
-        return _Attention.apply(q, k, v, self, schedule, scale)  # type: ignore[no-any-return]
+        return _Attention.apply(q, k, v, sinks, self, schedule, score)  # type: ignore[no-any-return]
 
     def ulysses(self, q: Tensor, k: Tensor, parts: tuple[Piece, ...] = ()) -> Ulysses:
         """Return the head exchange for operands with these head counts; `parts` as in `Ulysses`."""
         return Ulysses(HeadSplit(q.shape[2], k.shape[2], self.mesh.ulysses.size), self.mesh.ulysses, parts)
+
+    def exchange(self, schedule: Schedule) -> Ring | Gather:
+        """Return the exchange of keys that a schedule was made for."""
+        return (Ring if schedule.gathering is None else Gather)(self.kernel, self.mesh.ring)
 
 
 def attend(
@@ -60,18 +70,23 @@ def attend(
     schedule: Schedule | None = None,
     kernel: str = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute exact causal attention over a sequence divided over a mesh, for models that are not Hugging Face's.
 
     Args:
         q: [B, S/sp, H, D]; k: [B, S/sp, K, D]; v: [B, S/sp, K, Dv]: this rank's shard of `layout`.
-        mask: who sees whom; its length is the padded row length S.
+        mask: who sees whom, its window included; its length is the padded row length S.
         mesh: the axes, as `prepare` returns them in `handle.mesh`.
         layout: how rows were divided; None stands for `Layout(mask.length, ring, ulysses)`.
         schedule: `Schedule.of(mask, layout, mesh.ring.rank)`, made once for all layers of a micro-batch and in place of
-            `layout`; None makes one for this call.
+            `layout`; None makes one for this call, for a ring.
         kernel: `auto`, one of longspan's kernels, or a Hugging Face attention name.
         scale: factor on q k^T; None for D ** -0.5.
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: [H], the same on every rank: scores that take a share of each head's softmax. Each rank gets its share of
+            their gradient, to be added up over the ranks of the sequence.
 
     Returns:
         [B, S/sp, H, Dv], differentiable once.
@@ -92,8 +107,16 @@ def attend(
             f"rank {schedule.ring_rank}, here {layout.length} and {mesh.ring.rank}. Make it with "
             "Schedule.of(mask, layout, mesh.ring.rank)."
         )
-    request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], varlen=mask.packed, bottom_right=False)
-    return Attend(mesh, pick(kernel, request))(q, k, v, schedule, q.shape[-1] ** -0.5 if scale is None else scale)
+    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.device != q.device):
+        raise BatchError(
+            f"sinks hold one score per query head, [{q.shape[2]}] on {q.device}; got {list(sinks.shape)} on "
+            f"{sinks.device}."
+        )
+    gathers = schedule.gathering is not None
+    demands = {"varlen": mask.packed or gathers, "window": mask.window is not None, "softcap": softcap is not None}
+    request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], bottom_right=gathers, **demands)
+    score = Score(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    return Attend(mesh, pick(kernel, request))(q, k, v, schedule, score, sinks)
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: Layout, mesh: Mesh) -> None:
@@ -121,22 +144,36 @@ class _Attention(torch.autograd.Function):
     """Keeps what the kernel saw (q, k, v of this rank's heads, out, lse), so backward exchanges gradients only."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attend: Attend, schedule: Schedule, scale: float) -> Tensor:
-        ulysses, ring = attend.ulysses(q, k, schedule.parts), Ring(attend.kernel, attend.mesh.ring)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        attend: Attend,
+        schedule: Schedule,
+        score: Score,
+    ) -> Tensor:
+        ulysses, exchange = attend.ulysses(q, k, schedule.parts), attend.exchange(schedule)
         q, k, v = ulysses.enter(q, k, v).wait()
-        out, lse = ring.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ulysses, ctx.ring, ctx.schedule, ctx.scale = ulysses, ring, schedule, scale
+        out, lse = exchange.forward(q, ulysses.expand(k), ulysses.expand(v), schedule, score)
+        if sinks is not None:
+            lse = absorb_(out, lse, ulysses.own(sinks))
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.ulysses, ctx.exchange, ctx.schedule, ctx.score = ulysses, exchange, schedule, score
         return ulysses.leave(out).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         ulysses: Ulysses = ctx.ulysses
         (dout,) = ulysses.enter_queries(dout.to(out.dtype)).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = ctx.ring.backward(dout, saved, ctx.schedule, ctx.scale)
+        dq, dk, dv = ctx.exchange.backward(dout, saved, ctx.schedule, ctx.score)
+        d_sinks = None
+        if sinks is not None:
+            d_sinks = ulysses.share(sinks_gradient(dout, out, lse, ulysses.own(sinks))).to(sinks.dtype)
         grads = (dq, ulysses.contract(dk), ulysses.contract(dv))
         dq, dk, dv = ulysses.leave_gradients(*(g.to(q.dtype) for g in grads)).wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None

@@ -2,30 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from longspan.errors import ModelError
+from longspan.kernels.protocol import Score
 from longspan.recurrent.call import Recurrence
 
 _HARMLESS = frozenset({"position_ids", "use_cache", "num_items_in_batch"})
 """Keyword arguments that models hand to attention without expecting anything from it."""
 
 
+class Kind(NamedTuple):
+    """What tells attention calls apart for which kernels are picked: head dims of queries and values, and whether the
+    layer has a window or caps its scores."""
+
+    head_dim: int
+    v_head_dim: int
+    window: bool
+    softcap: bool
+
+
+class Form(NamedTuple):
+    """What a layer asks of attention besides its tensors: the same each time that its code runs."""
+
+    score: Score
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Stands for a layer's mask: causal order within so many tokens, each token's own included."""
+
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Request:
     """One attention call of a layer: q [B, H, S, D], k [B, K, S, D], v [B, K, S, Dv] after RoPE, cast already where
-    autocast is on: who answers the call may do so later, outside of it."""
+    autocast is on: who answers the call may do so later, outside of it.
+
+    Args:
+        extra: further keyword arguments of the layer.
+        window: tokens that each token sees at most, itself included; None for all before it.
+        sinks: [H] scores that take a share of each head's softmax, with a gradient; or None.
+    """
 
     module: nn.Module
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
-    extra: dict[str, Any]
+    score: Score
+    extra: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What its kernel is picked by."""
+        return Kind(self.q.shape[-1], self.v.shape[-1], self.window is not None, self.score.softcap is not None)
 
     @property
     def layer(self) -> str:
@@ -34,13 +72,14 @@ class Request:
         return type(self.module).__name__ + ("" if index is None else f" of layer {index}")
 
     @property
-    def form(self) -> float:
+    def form(self) -> Form:
         """What is no tensor of it."""
-        return self.scale
+        return Form(self.score, self.window)
 
     def tensors(self, wanted: str) -> tuple[Tensor, ...]:
-        """Return those of q, k and v that are wanted."""
-        return tuple(getattr(self, name) for name in wanted)
+        """Return those of q, k and v that are wanted, and with all of them the sinks if there are any."""
+        sinks = () if self.sinks is None or wanted != "qkv" else (self.sinks,)
+        return (*(getattr(self, name) for name in wanted), *sinks)
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, S, H, D], k [B, S, K, D], v [B, S, K, Dv]."""
@@ -48,6 +87,10 @@ class Request:
         if not q.dtype == k.dtype == v.dtype:
             raise ModelError(f"{self.layer} hands attention q, k, v of {q.dtype}, {k.dtype}, {v.dtype}.")
         return q, k, v
+
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """Return q [B, S, H, D], k and v, and the sinks if there are any."""
+        return self.operands() if self.sinks is None else (*self.operands(), self.sinks)
 
     def query(self) -> Tensor:
         """Return q alone."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longspan.kernels.merge import merge_
 from longspan.kernels.protocol import wide
+from longspan.mask import Work
 
 
 class Merged:
@@ -23,8 +24,11 @@ class Merged:
         self.out: Tensor | None = None  # [B, S, H, Dv]
         self.lse: Tensor | None = None  # [B, H, S]
 
-    def first(self, rows: slice, tokens: slice, out: Tensor, lse: Tensor) -> None:
-        """Store the first block of these rows and tokens."""
+    def take(self, work: Work, out: Tensor, lse: Tensor) -> None:
+        """Take what a call gave: a causal one holds its queries' own keys and comes first, others are merged in."""
+        (self._first if work.block.causal else self._add)(work.rows, work.q, out, lse)
+
+    def _first(self, rows: slice, tokens: slice, out: Tensor, lse: Tensor) -> None:
         if self.out is None or self.lse is None:
             if out.shape == self.shape:
                 self.out, self.lse = out, lse
@@ -34,8 +38,7 @@ class Merged:
         self.out[rows, tokens] = out
         self.lse[rows, :, tokens] = lse
 
-    def add(self, rows: slice, tokens: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge a further block into these rows and tokens."""
+    def _add(self, rows: slice, tokens: slice, out: Tensor, lse: Tensor) -> None:
         assert self.out is not None and self.lse is not None
         self.out = self.out.to(wide(self.dtype))
         merge_(self.out[rows, tokens], self.lse[rows, :, tokens], out, lse)

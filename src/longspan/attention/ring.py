@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
 from longspan.attention.merge import Merged, Sum
 from longspan.attention.schedule import Schedule
 from longspan.comm.ring import Packet, shift
-from longspan.kernels.protocol import Kernel
+from longspan.kernels.protocol import Kernel, Score
 from longspan.mesh import Axis
 
 
@@ -26,7 +28,7 @@ class Ring:
     kernel: Kernel
     axis: Axis
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, score: Score) -> tuple[Tensor, Tensor]:
         """Attend from this rank's queries to the keys of all ranks.
 
         Args:
@@ -35,24 +37,25 @@ class Ring:
         Returns:
             out [B, S/r, H, Dv] in q's dtype, lse [B, H, S/r] in fp32 or wider.
 
-        Cost: r - 1 shifts of k and v, each under the compute of one step; one copy, to pack them.
+        Cost: one shift of k and v for each offset but the first, r - 1 at most, each under the compute of one step; one
+            copy, to pack them.
         """
         merged = Merged(q.shape[:-1] + v.shape[-1:], q.dtype)
-        packet = self._pack(k, v)
-        for step, works in enumerate(schedule.steps):
-            coming = shift(packet, self.axis) if packet and step + 1 < self.axis.size else None
+        packet = self._pack(k, v, schedule)
+        for works, hop in zip(schedule.steps, self._hops(schedule), strict=True):
+            coming = shift(packet, self.axis, hop) if packet and hop else None
             for work in works:
                 part = self.kernel.forward(
-                    q[work.rows, work.q], k[work.rows, work.k], v[work.rows, work.k], work.block, scale
+                    q[work.rows, work.q], k[work.rows, work.k], v[work.rows, work.k], work.block, score
                 )
-                (merged.first if step == 0 else merged.add)(work.rows, work.q, *part)
+                merged.take(work, *part)
             if coming is not None:
                 packet = coming.wait()
                 k, v = packet.tensors
         return merged.result()
 
     def backward(
-        self, dout: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], schedule: Schedule, scale: float
+        self, dout: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], schedule: Schedule, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of this rank's tokens, in fp32 or wider where several blocks were added up.
 
@@ -60,14 +63,14 @@ class Ring:
             dout: [B, S/r, H, Dv].
             saved: q, k, v, out and lse of `forward`.
 
-        Cost: r - 1 shifts of k and v, and r shifts of dk and dv in fp32, which follow their keys around the ring, each
-            rank adding its share to the packet that it hands on.
+        Cost: the shifts of k and v as in forward, and as many of dk and dv in fp32, which follow their keys, each rank
+            adding its share to the packet that it hands on, and one that takes them home.
         """
         q, k, v, out, lse = saved
         dq, arriving = Sum(q), None
-        packet = self._pack(k, v)
-        for step, works in enumerate(schedule.steps):
-            coming = shift(packet, self.axis) if packet and step + 1 < self.axis.size else None
+        packet = self._pack(k, v, schedule)
+        for works, hop in zip(schedule.steps, self._hops(schedule), strict=True):
+            coming = shift(packet, self.axis, hop) if packet and hop else None
             dk, dv = Sum(k), Sum(v)
             for work in works:
                 rows, tokens = work.rows, work.q
@@ -79,12 +82,12 @@ class Ring:
                     out[rows, tokens],
                     lse[rows, :, tokens],
                     work.block,
-                    scale,
+                    score,
                 )
                 dq.add(rows, tokens, parts[0])
                 dk.add(rows, work.k, parts[1])
                 dv.add(rows, work.k, parts[2])
-            if self.axis.size == 1:
+            if packet is None:
                 return dq.value(), dk.value(), dv.value()
             if arriving is None:
                 gradients = Packet.of([dk.wide(), dv.wide()])
@@ -93,12 +96,17 @@ class Ring:
                 for total, share in zip(gradients.tensors, (dk, dv), strict=True):
                     if works:
                         total += share.value()
-            arriving = shift(gradients, self.axis)
+            arriving = shift(gradients, self.axis, hop or self.axis.size - schedule.offsets[-1])
             if coming is not None:
                 packet = coming.wait()
                 k, v = packet.tensors
         assert arriving is not None
         return (dq.value(), *arriving.wait().tensors)  # type: ignore[return-value]
 
-    def _pack(self, k: Tensor, v: Tensor) -> Packet | None:
-        return Packet.of([k, v]) if self.axis.size > 1 else None
+    def _hops(self, schedule: Schedule) -> Iterator[int]:
+        """Yield how many ranks on keys go after each step; 0 after the last."""
+        yield from (following - offset for offset, following in pairwise(schedule.offsets))
+        yield 0
+
+    def _pack(self, k: Tensor, v: Tensor, schedule: Schedule) -> Packet | None:
+        return Packet.of([k, v]) if len(schedule.offsets) > 1 else None

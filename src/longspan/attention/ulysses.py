@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.comm.exchange import Heads, to_heads, to_tokens
@@ -66,6 +67,16 @@ class Ulysses:
 
     def _to_tokens(self, tensors: Sequence[Tensor], heads: Heads) -> Pending[list[Tensor]]:
         return to_tokens(tensors, heads, self.axis, self.parts)
+
+    def own(self, sinks: Tensor) -> Tensor:
+        """Return those of this rank's query heads, of sinks [H] that every rank has."""
+        heads = self.split.query[self.axis.rank]
+        return sinks[heads.start : heads.stop]
+
+    def share(self, d_sinks: Tensor) -> Tensor:
+        """Return this rank's share [H] of a gradient, given that of its own heads: nothing for those of others."""
+        heads = self.split.query[self.axis.rank]
+        return F.pad(d_sinks, (heads.start, self.split.heads - heads.stop))
 
     def expand(self, kv: Tensor) -> Tensor:
         """Repeat KV heads, one per query head, where the query heads of this rank do not share them evenly."""

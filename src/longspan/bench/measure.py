@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -134,12 +135,12 @@ def _measure_all(
     device: torch.device,
     measure_one: Measure,
 ) -> None:
-    load = build(config, asked.work, [case.memory for case in cases], device)
-    results.content["plan"] = load.handle.plan.to_json()
-    for case in cases:
-        row = results.begin({**case.row, "gate": case.check.name})
-        load.use(case.memory)
-        measure_one(load, case, row, results, deadline)
-        results.save()
-        shown = {name: value for name, value in row.items() if name not in ("steps", "gate", "timeline", "system")}
-        tell(f"{'FIT' if asked.fit else 'STEP'} {shown}")
+    with closing(build(config, asked.work, [case.memory for case in cases], device)) as load:
+        results.content["plan"] = load.handle.plan.to_json()
+        for case in cases:
+            row = results.begin({**case.row, "gate": case.check.name})
+            load.use(case.memory)
+            measure_one(load, case, row, results, deadline)
+            results.save()
+            shown = {name: value for name, value in row.items() if name not in ("steps", "gate", "timeline", "system")}
+            tell(f"{'FIT' if asked.fit else 'STEP'} {shown}")

@@ -80,9 +80,7 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
 def _task(config: Any, work: Work, host: Host) -> Task:
     machine = find_machine("cpu" if host.gpu is None else host.gpu.split()[-1])
     cluster = cluster_for(machine, host.gpus, host.gpus, host.gpu_bytes, host.host_bytes)
-    zero = {"zero-1": "ddp", "zero-2": "ddp", "zero-3": "fsdp2"}  # which hold parameters alike
-    engine = zero.get(work.chosen_engine, work.chosen_engine)
-    task = task_for(model_shape(config), cluster, engine, work.optimizer)
+    task = task_for(model_shape(config), cluster, work.chosen_engine, work.optimizer)
     if (work.ulysses, work.ring) != (None, None):
         layer = task.shape.layers[0]
         degrees = choose_degrees(layer.heads, layer.kv_heads, work.sp, ulysses=work.ulysses, ring=work.ring)

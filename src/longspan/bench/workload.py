@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.bench.settings import Work
-from longspan.engines import Engine, build_engine
+from longspan.engines import Engine, StepsItself, build_engine
 from longspan.integrations.random_weights import untrained_model
 from longspan.integrations.transformers import Applied, prepare
 from longspan.optim import build_optimizer, choose_stepping
@@ -48,6 +48,11 @@ class Workload:
     def vocabulary(self) -> int:
         """Number of tokens that the model knows."""
         return self.handle.model.config.get_text_config().vocab_size
+
+    def close(self) -> None:
+        """Have the engine let go of the model, if it holds more of it than torch knows."""
+        if isinstance(self.engine, StepsItself):
+            self.engine.close()
 
     def use(self, memory: Memory) -> None:
         """Let layers keep other tensors from the next step on; compiled code is kept from earlier settings."""

@@ -39,7 +39,7 @@ class Precision:
         negligible: a gradient smaller than this share of the norm of all gradients is measured against that share:
             what cancels to nothing has only rounding left.
         leak: with experts, how far a logit may move by rounding alone, as a share of the largest logit.
-        follows: share of a changed document's later tokens whose logits must move.
+        follows: share of a changed document's later tokens, within reach of windows, whose logits must move.
     """
 
     dtype: torch.dtype
@@ -146,17 +146,21 @@ class Moves:
     followed: float
 
 
-def moves(before: Tensor, after: Tensor, document: Document, at: int, tolerance: float) -> Moves:
+def moves(
+    before: Tensor, after: Tensor, document: Document, at: int, tolerance: float, reach: int | None = None
+) -> Moves:
     """Compare logits [B, S, V] before and after the token `at` of a document was changed.
 
     Args:
         tolerance: logits that differ by no more have stayed.
+        reach: later tokens that may depend on a token; None for all of its document.
     """
+    stop = document.stop if reach is None else min(document.stop, at + 1 + reach)
     moved = (before - after).abs() > tolerance
     may = torch.zeros(moved.shape[:2], dtype=torch.bool, device=moved.device)
-    may[document.row, at : document.stop] = True
+    may[document.row, at:stop] = True
     leaked = int(moved[~may].sum())
-    own = moved[document.row, at : document.stop].any(-1)
+    own = moved[document.row, at:stop].any(-1)
     return Moves(leaked, float(own.double().mean()) if own[0] else 0.0)
 
 

@@ -83,7 +83,8 @@ def _token_losses(
             ids.expand(2, -1),
             torch.cat([positions, positions + sample.largest_position - len(document) + 1]),
         )
-    out: Any = model(input_ids=ids, position_ids=positions, use_cache=False)
+    images = {name: value.to(device) for name, value in sample.images.get(document, {}).items()}
+    out: Any = model(input_ids=ids, position_ids=None if images else positions, use_cache=False, **images)
     losses = F.cross_entropy(out.logits[0, :-1].float()[predicted], labels[predicted].to(device), reduction="none")
     return losses, tuple(layer[: len(document)] for layer in getattr(out, "router_logits", None) or ())
 

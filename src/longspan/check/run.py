@@ -27,11 +27,13 @@ from longspan.check.compare import (
     relative,
 )
 from longspan.check.float64 import float64_throughout
+from longspan.check.images import with_images
 from longspan.check.reference import Truth, evaluating, truth_of
 from longspan.check.samples import Sample, samples
 from longspan.check.settings import Settings
 from longspan.check.trial import Trial, trial
 from longspan.errors import ConfigError
+from longspan.integrations.multimodal import sight_of, text_vocabulary
 from longspan.integrations.random_weights import (
     chooses_rope_by_length,
     few_layers,
@@ -40,6 +42,7 @@ from longspan.integrations.random_weights import (
     parameter_count,
     plain_attention,
     random_model,
+    reach_tokens,
 )
 from longspan.plan.plan import Plan
 
@@ -59,6 +62,13 @@ class Bench:
     baselines: list[Errors]
     precision: Precision
     experts: bool
+    reach: int | None
+
+    def only(self, names: Sequence[str]) -> Bench:
+        """Return the same with some of the samples; with all if none is named."""
+        at = [i for i, sample in enumerate(self.samples) if not names or sample.name in names]
+        chosen = [[each[i] for i in at if i < len(each)] for each in (self.samples, self.truths, self.baselines)]
+        return replace(self, samples=chosen[0], truths=chosen[1], baselines=chosen[2])
 
 
 def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str, Any] | None:
@@ -76,17 +86,17 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
     """
     precision = _precision(settings.dtype, device)
     config = few_layers(config, settings.layers)
-    config, changes = _affordable(config) if device.type == "cpu" else (config, {})
+    config, changes = affordable(config) if device.type == "cpu" else (config, {})
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 1
     tokens = _tokens(settings, heads, getattr(text, "max_position_embeddings", None), device)
     with float64_throughout() if precision is FLOAT64 else contextlib.nullcontext():
-        bench = _bench(config, _samples(settings, tokens, text.vocab_size), precision, device)
+        bench = make_bench(config, _samples(settings, tokens, text_vocabulary(config)), precision, device)
         plans: list[Plan] = []
         cases: list[Case] = []
         for ulysses, ring in _degrees(settings, heads):
             if all((ulysses, ring) != (plan.ulysses_degree, plan.ring_degree) for plan in plans):
-                plan, found = _under(bench, settings, ulysses, ring)
+                plan, found = under(bench, settings, ulysses, ring)
                 plans.append(plan)
                 cases += found
     if _rank():
@@ -114,7 +124,7 @@ def _samples(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
     return [sample for sample in made if not settings.only or sample.name in settings.only]
 
 
-def _affordable(config: Any) -> tuple[Any, dict[str, int]]:
+def affordable(config: Any) -> tuple[Any, dict[str, int]]:
     """Return a configuration that CPUs check in a minute, and the widths that changed."""
     if parameter_count(config) <= _WIDE_PARAMETERS:
         return config, {}
@@ -172,10 +182,12 @@ def _divisions(sp: int, heads: int) -> list[tuple[int, int]]:
     return ways if len(ways) <= _MOST_DEGREES else [*ways[: _MOST_DEGREES - 1], ways[-1]]
 
 
-def _bench(config: Any, made: list[Sample], precision: Precision, device: torch.device) -> Bench:
+def make_bench(config: Any, made: list[Sample], precision: Precision, device: torch.device) -> Bench:
     """Build the model everywhere, and on the first rank find the truth of every sample."""
     model = random_model(config, precision.dtype, device)
     model.train()
+    if (sight := sight_of(model)) is not None:
+        made = [with_images(sample, sight) for sample in made]
     shows_length = chooses_rope_by_length(config)
     truths: list[Truth] = []
     baselines: list[Errors] = []
@@ -190,10 +202,10 @@ def _bench(config: Any, made: list[Sample], precision: Precision, device: torch.
             for sample, truth in zip(made, truths, strict=True):
                 rounded = truth_of(plain, sample, shows_length, exact=False)
                 baselines.append(baseline(rounded, truth, precision.negligible))
-    return Bench(model, made, truths, baselines, precision, has_experts(config))
+    return Bench(model, made, truths, baselines, precision, has_experts(config), reach_tokens(config))
 
 
-def _under(bench: Bench, settings: Settings, ulysses: int | None, ring: int | None) -> tuple[Plan, list[Case]]:
+def under(bench: Bench, settings: Settings, ulysses: int | None, ring: int | None) -> tuple[Plan, list[Case]]:
     """Check every sample under one pair of degrees; the cases are those of the first rank, empty elsewhere."""
     with trial(bench.model, settings, ulysses, ring, logits=False) as ready:
         trained = [_trained(ready, sample) for sample in bench.samples]
@@ -253,14 +265,14 @@ def _of_all_ranks(loss: Tensor) -> Sequence[float]:
 
 def _moved(ready: Trial, sample: Sample, bench: Bench) -> tuple[int, float]:
     """Change one token in each of a few documents; return the logits that leaked and the least share that followed."""
-    vocabulary = ready.handle.model.config.get_text_config().vocab_size
+    vocabulary = text_vocabulary(ready.handle.model.config)
     leaked, followed = 0, 1.0
     with evaluating(ready.module):
         before = _logits(ready, sample.batch)
         tolerance = bench.precision.leak * float(before.abs().max()) if bench.experts else 0.0
         for document in sample.probed():
             batch, at = sample.changed(document, vocabulary)
-            found = moves(before, _logits(ready, batch), document, at, tolerance)
+            found = moves(before, _logits(ready, batch), document, at, tolerance, bench.reach)
             leaked += found.leaked
             followed = min(followed, found.followed)
     return leaked, followed

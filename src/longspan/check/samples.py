@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -32,11 +32,13 @@ class Sample:
     Args:
         batch: what `handle.shard` is given.
         documents: without padding; none of them sees another.
+        images: what documents have beside their tokens.
     """
 
     name: str
     batch: dict[str, Any]
     documents: tuple[Document, ...]
+    images: Mapping[Document, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def ids(self) -> Tensor:

@@ -62,8 +62,9 @@ class ExchangeJob:
 
     def run(self, device: Any) -> dict[str, Any] | None:
         """Measure, as one of the processes."""
+        from longspan.bench.attention import measure_attention
         from longspan.bench.clock import Deadline
-        from longspan.bench.exchange import measure_attention, measure_exchange
+        from longspan.bench.exchange import measure_exchange
 
         measure = measure_attention if self.attention else measure_exchange
         return measure(self.asked, self.target, Deadline(self.until), device)

@@ -14,7 +14,7 @@ from longspan.cli.flags import with_flags
 from longspan.cli.model import named_config
 from longspan.cli.ranks import start
 from longspan.config import parse_size
-from longspan.errors import ConfigError, LongspanError, TopologyError
+from longspan.errors import ConfigError, KernelError, LongspanError, ModelError, TopologyError
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,14 @@ class Flags:
             metavar="NAME",
         ),
     ] = None
+    row: Annotated[
+        bool,
+        typer.Option(
+            "--row",
+            help="Check all ways to divide and run the model, on 2, 3 and 4 CPU processes, and print its row for the "
+            "table of models. (default false)",
+        ),
+    ] = False
     json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else. (default false)")] = False
 
 
@@ -91,20 +99,46 @@ class CheckJob:
         return run_check(named_config(self.settings.model), self.settings, device)
 
 
+@dataclass(frozen=True)
+class RowJob:
+    """The part of a row that takes `processes` processes."""
+
+    settings: Settings
+    processes: int
+
+    device = "cpu"
+    grouped = False
+    modules = ("longspan.check.row", "longspan.integrations.models")
+
+    def run(self, device: Any) -> dict[str, Any] | None:
+        """Check, as one of the processes."""
+        from longspan.check.row import check_ways
+
+        found = check_ways(named_config(self.settings.model), self.settings, self.processes)
+        return None if found is None else {"found": found}
+
+
 @with_flags(Flags)
 def check(**flags: Any) -> None:
     """Compare loss, gradients, evaluation and document borders with the plain model on one process.
 
-    Exit code 0: equal; 1: not equal; 2: it cannot be checked, and why.
+    Exit code 0: equal; 1: not equal, or the model is refused, and why; 2: it cannot be checked, and why.
     """
     given = Flags(**flags)
     try:
-        result = run(given)
+        result = run_row(given) if given.row else run(given)
+    except (ModelError, KernelError) as error:
+        print(f"Refused: {error}", file=sys.stderr)
+        if given.json_:
+            print(json.dumps({"ok": False, "cases": [], "refused": str(error)}))
+        raise typer.Exit(1) from None
     except LongspanError as error:
         print(f"Error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     if given.json_:
         print(json.dumps(result))
+    elif given.row:
+        print(result["row"])
     else:
         _show(result)
     if not result["ok"]:
@@ -134,6 +168,29 @@ def run(flags: Flags) -> dict[str, Any]:
         flags.model, flags.sp, flags.ulysses, flags.ring, flags.packed, tokens, flags.layers, flags.dtype
     )
     return start(CheckJob(settings, flags.device))
+
+
+def run_row(flags: Flags) -> dict[str, Any]:
+    """Start the processes of all ways and return `ok`, `row` and `cells`.
+
+    Raises:
+        LongspanError: what the processes, or a look at the flags, found to be impossible.
+    """
+    from longspan.check.row import WAYS, cells, row
+
+    settings = Settings(flags.model, layers=flags.layers, sp=1)
+    if flags != Flags(flags.model, layers=flags.layers, row=True, json_=flags.json_):
+        raise ConfigError("--row chooses degrees, rows and type itself: give it --model, --layers and --json only.")
+    name = type(named_config(flags.model)).__name__.removesuffix("Config")
+    found: list[Any] = []
+    for sp in sorted({way.sp for way in WAYS}):
+        found += start(RowJob(settings, sp))["found"]
+    made = cells(found)
+    return {
+        "ok": all(cell.exact for cell in made.values()),
+        "row": row(name, flags.model, made),
+        "cells": {column: {"said": cell.said, "why": cell.why} for column, cell in made.items()},
+    }
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -51,8 +51,8 @@ def default_processes(config: RunConfig) -> int:
     return torch.cuda.device_count() or config.sequence_parallel_size
 
 
-def start(config: RunConfig, processes: int, stream: TextIO) -> None:
-    """Check a run, start its processes on this host and wait for them.
+def start(config: RunConfig, processes: int, stream: TextIO) -> int:
+    """Check a run, start its processes on this host and wait for them; return the last step.
 
     Args:
         stream: where progress goes, stdout or stderr.
@@ -63,17 +63,17 @@ def start(config: RunConfig, processes: int, stream: TextIO) -> None:
     corpus, report = preflight(config, processes)
     print(f"data: {report}", file=stream, flush=True)
     if processes == 1:
-        _train_alone(config, corpus, stream)
-        return
+        return _train_alone(config, corpus, stream)
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         path = str(Path(folder) / "corpus.safetensors")
         corpus.save(path)
         job = Job(config.model_dump_json(), path, folder, stream is sys.stderr)
-        _launch(job, processes)
+        stopped = _launch(job, processes)
+    return config.max_steps if stopped is None else stopped
 
 
-def join(config: RunConfig, to_stderr: bool) -> bool:
-    """Run as one of torchrun's processes; return whether this is the first of them.
+def join(config: RunConfig, to_stderr: bool) -> int | None:
+    """Run as one of torchrun's processes; return the last step on the first of them, None on the others.
 
     An error in the settings or the data is the same on a whole host, but not on all hosts: the first process of each
     host raises it; the others exit silently.
@@ -89,11 +89,12 @@ def join(config: RunConfig, to_stderr: bool) -> bool:
     stream = sys.stderr if to_stderr else sys.stdout
     if rank == 0:
         print(f"data: {report}", file=stream, flush=True)
-    _train_as_rank(config, corpus, stream)
-    return rank == 0
+    last = _train_as_rank(config, corpus, stream)
+    return last if rank == 0 else None
 
 
-def _launch(job: Job, processes: int) -> None:
+def _launch(job: Job, processes: int) -> int | None:
+    """Start processes and wait for them; return the step that they were stopped after, None if they were not."""
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -117,21 +118,30 @@ def _launch(job: Job, processes: int) -> None:
         )
         raise failures.first(Path(job.errors)) or silent from None
     except SignalException as stopped:
-        raise TrainingError(f"Stopped by {stopped.sigval.name}; its processes have ended.") from None
+        if not _stopped(job).exists():
+            raise TrainingError(f"Stopped by {stopped.sigval.name}; its processes have ended.") from None
     finally:
         logging.disable(logging.NOTSET)
+    return int(_stopped(job).read_text(encoding="ascii")) if _stopped(job).exists() else None
+
+
+def _stopped(job: Job) -> Path:
+    """Return where the first process notes after which step it stopped, once that is saved."""
+    return Path(job.errors) / "stopped"
 
 
 def _process(job: Job) -> None:
     try:
         config = RunConfig.model_validate_json(job.config)
         stream = sys.stderr if job.to_stderr else sys.stdout
-        _train_as_rank(config, Corpus.load(job.corpus), stream)
+        last = _train_as_rank(config, Corpus.load(job.corpus), stream)
+        if last < config.max_steps and os.environ["RANK"] == "0":
+            _stopped(job).write_text(str(last), encoding="ascii")
     except Exception as error:
         failures.leave(Path(job.errors), int(os.environ["RANK"]), error)
 
 
-def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:
+def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> int:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
@@ -145,16 +155,15 @@ def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     with _process_group(device):
-        train(config, corpus, device, _progress(config, stream) if rank == 0 else None)
+        return train(config, corpus, device, _progress(config, stream) if rank == 0 else None)
 
 
-def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:
+def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO) -> int:
     """Train in this process, in a group of its own if the engine needs one."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
     if build_engine(config.engine, 1, compute_dtype).name == "single":
-        train(config, corpus, device, _progress(config, stream))
-        return
+        return train(config, corpus, device, _progress(config, stream))
     os.environ.setdefault("LOCAL_RANK", "0")  # as launchers do; DeepSpeed asks for it
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:  # a group of one talks to nobody, so its sockets need not face the network
@@ -164,7 +173,7 @@ def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO) -> None:
         tempfile.TemporaryDirectory(prefix="longspan-") as folder,
         _process_group(device, init_method=f"file://{folder}/store", rank=0, world_size=1),
     ):
-        train(config, corpus, device, _progress(config, stream))
+        return train(config, corpus, device, _progress(config, stream))
 
 
 @contextmanager

@@ -38,7 +38,12 @@ class Flags:
         typer.Option(help="Tokens per row: 131072, 128K, 1M. (default: the longest that fit)", metavar="SIZE"),
     ] = None
     engine: Annotated[
-        str, typer.Option(help="Who holds parameters: fsdp2 | ddp | single.", metavar="NAME", show_default=True)
+        str,
+        typer.Option(
+            help="Who holds parameters: fsdp2 | ddp | single | zero-0 | zero-1 | zero-2 | zero-3.",
+            metavar="NAME",
+            show_default=True,
+        ),
     ] = "fsdp2"
     optimizer: Annotated[
         str,

@@ -46,12 +46,12 @@ def train(
     if "RANK" in os.environ:
         if nproc is not None:
             raise ConfigError("--nproc starts processes, but torchrun has started them already; leave it out.")
-        first = launch.join(run, to_stderr=json_)
-        if not first:
+        last = launch.join(run, to_stderr=json_)
+        if last is None:
             return
     else:
-        launch.start(run, nproc or launch.default_processes(run), progress)
+        last = launch.start(run, nproc or launch.default_processes(run), progress)
     if json_:
-        print(json.dumps({"output_dir": run.output_dir, "steps": run.max_steps}))
+        print(json.dumps({"output_dir": run.output_dir, "steps": last}))
     else:
         print(f"output_dir: {run.output_dir}")

@@ -120,11 +120,14 @@ def copy(destination: Tensor, source: Tensor) -> None:
     A GPU copies strided views element by element; two bytes at a time take a fraction of its bandwidth.
     """
     if destination.dtype == source.dtype:
-        for unit in _UNITS:
-            if _divides(unit, destination) and _divides(unit, source):
-                destination.view(unit).copy_(source.view(unit))
-                return
+        destination, source = units(destination, source)
     destination.copy_(source)
+
+
+def units(*tensors: Tensor) -> list[Tensor]:
+    """View tensors of one dtype in units of up to 16 bytes, the largest that all of them allow."""
+    unit = next((unit for unit in _UNITS if all(_divides(unit, t) for t in tensors)), tensors[0].dtype)
+    return [t.view(unit) for t in tensors]
 
 
 def _divides(unit: torch.dtype, t: Tensor) -> bool:

@@ -32,16 +32,16 @@ class Packet:
         return cls(buffer, tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
-def shift(packet: Packet, axis: Axis) -> Pending[Packet]:
-    """Start sending a packet to the next rank while the previous rank's arrives, in one message.
+def shift(packet: Packet, axis: Axis, hop: int = 1) -> Pending[Packet]:
+    """Start sending a packet to the rank `hop` further while that of the rank as far back arrives, in one message.
 
     Shapes and dtype are the same on every rank; what is sent must not change before the result is taken. Cost: one send
     and one receive of its size.
     """
     received = torch.empty_like(packet.buffer)
     ops = [
-        dist.P2POp(dist.isend, packet.buffer, axis.peer(1), axis.group),
-        dist.P2POp(dist.irecv, received, axis.peer(-1), axis.group),
+        dist.P2POp(dist.isend, packet.buffer, axis.peer(hop), axis.group),
+        dist.P2POp(dist.irecv, received, axis.peer(-hop), axis.group),
     ]
     shapes = [t.shape for t in packet.tensors]
     return Pending(dist.batch_isend_irecv(ops), lambda: Packet.over(received, shapes), packet)

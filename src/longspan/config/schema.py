@@ -126,6 +126,15 @@ class SaveConfig(Section):
     """What is kept."""
 
     final: bool = _field("Write the trained model and its tokenizer to output_dir/model.", True, example=True)
+    every: Int | None = _field(
+        "Write a checkpoint to output_dir/checkpoints every n-th step, to go on from with resume; null: only when the "
+        "run is stopped by SIGTERM.",
+        None,
+        unit="steps",
+        example=100,
+        ge=1,
+    )
+    keep: Int = _field("Checkpoints that stay; older ones are removed.", 2, unit="checkpoints", example=2, ge=1)
 
 
 class RunConfig(Section):
@@ -150,6 +159,12 @@ class RunConfig(Section):
     )
     ring_degree: Int | None = _field(
         "Processes that pass keys and values on; null: chosen.", None, unit="processes", example=2, ge=1
+    )
+    kv_exchange: Literal["auto", "ring", "gather"] = _field(
+        "With a ring_degree: 'ring' passes all keys and values on; 'gather' sends those that are needed elsewhere, and "
+        "divides a packed row by its documents; 'auto' decides for each batch.",
+        "auto",
+        example="gather",
     )
     kernel: str = _field(
         "Attention kernel; `longspan doctor` lists what is usable here.", "auto", example="auto", min_length=1
@@ -178,6 +193,9 @@ class RunConfig(Section):
     seed: Int = _field("Seed of weights, order and dropout.", 0, example=0, ge=0, lt=2**63)
     output_dir: str = _field("Folder for metrics.jsonl and the model.", example="out/run", min_length=1)
     overwrite: bool = _field("Replace what an earlier run left in output_dir.", False, example=False)
+    resume: bool = _field(
+        "Go on from the last whole checkpoint in output_dir; begin where there is none.", False, example=True
+    )
     logging: LoggingConfig = LoggingConfig()
     save: SaveConfig = SaveConfig()
 
@@ -213,6 +231,13 @@ class RunConfig(Section):
         if self.model.quantization == "int8" and self.model.dtype == "float64":
             raise ValueError("model.quantization int8 knows no float64: set model.dtype to float32 or bfloat16")
         self._check_optimizer()
+        if self.resume and self.overwrite:
+            raise ValueError("resume goes on from what overwrite replaces: set one of them")
+        if self.optimizer.kind == "adamw8bit" and (self.resume or self.save.every is not None):
+            raise ValueError(
+                "optimizer.kind adamw8bit has states that checkpoints cannot hold: leave resume and save.every out, or "
+                "set optimizer.kind to adamw or adamw-host"
+            )
         return self
 
     @property
@@ -260,6 +285,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"compute_dtype {self.compute_dtype} needs engine zero-1 to zero-3, as zero-0 does not give back the "
                 "parameters in float32"
+            )
+        if self.adapter.dtype not in (None, dtype):
+            raise ValueError(
+                f"engine {self.engine} holds all parameters in one type, but adapter.dtype is {self.adapter.dtype} and "
+                f"model.dtype {dtype}: leave adapter.dtype out, or set engine to fsdp2"
             )
         if dtype == "float64":
             raise ValueError(

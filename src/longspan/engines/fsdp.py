@@ -15,7 +15,7 @@ from longspan.engines.protocol import GradReduction, OwnBackward, Prepared, clip
 
 
 class FullyShardedDataParallel(OwnBackward):
-    """Shard each decoder layer, and the rest of the model as one more unit.
+    """Shard each decoder layer, each block of a vision tower, and the rest of the model as one more unit.
 
     Embedding and head stay in one unit, so tied weights stay one parameter.
 
@@ -46,8 +46,8 @@ class FullyShardedDataParallel(OwnBackward):
             else DeviceMesh.from_group(self._group, mesh.device_type)
         )
         options: dict[str, Any] = {"mesh": devices, "mp_policy": self._policy}
-        for layer in prepared.layers:
-            fully_shard(layer, **options)
+        for block in prepared.blocks:
+            fully_shard(block, **options)
         fully_shard(model, **options)
         self._module = cast(FSDPModule, model)
         return model

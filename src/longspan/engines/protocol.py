@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from longspan.errors import TopologyError
 from longspan.kernels.protocol import wide
 from longspan.mesh import Mesh
+from longspan.plan.setup import Optimizer
 
 GradReduction = Literal["mean", "sum"]
 
@@ -31,8 +32,17 @@ class Prepared(Protocol):
         """The decoder layers of the trunk."""
         ...
 
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """What runs one after the other and may be gathered one at a time: the layers, and those of a vision tower."""
+        ...
+
     def reduce_gradients(self) -> None:
         """Reduce the gradients of every parameter over `mesh.world`."""
+        ...
+
+    def held_by(self, engine: str, optimizer: Optimizer) -> None:
+        """Take note of who will hold parameters, and so many bytes of each."""
         ...
 
 
@@ -86,6 +96,11 @@ class StepsItself(Protocol):
 
     def step(self) -> Tensor:
         """Clip, step and drop the gradients, after the last backward; return their global norm before clipping."""
+        ...
+
+    @property
+    def applied(self) -> bool:
+        """Whether the parameters have moved in the last `step`."""
         ...
 
     def close(self) -> None:

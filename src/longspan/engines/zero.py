@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longspan.engines.mpu import MPU
 from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
 from longspan.errors import ConfigError, ModelError, TrainingError
+from longspan.plan.setup import Optimizer
 from longspan.weights import under_zero3
 
 SUPPORTED = ((0, 19, 8), (0, 20, 0))
@@ -62,6 +63,7 @@ class Zero:
         self.name, self.stage = f"zero-{stage}", stage
         self._compute, self._reduce, self._options = compute_dtype, reduce_dtype, dict(options or {})
         self._max_norm: float | None = None
+        self._undo = ExitStack()
         self.engine: Any = None  # DeepSpeed's, once there is an optimizer
 
     def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
@@ -82,8 +84,9 @@ class Zero:
             )
         self._model, self._mpu = model, MPU(prepared.mesh)
         self._in_bf16 = torch.bfloat16 in (_same_dtype(model), self._compute)
+        prepared.held_by(self.name, Optimizer.under_zero(self.stage, 2 if self._in_bf16 else 4))
         if self.stage == 3:
-            let_stage3_gather(model, prepared.layers)
+            self._undo = let_stage3_gather(model, prepared.layers)
         self.module = Held(model)
         return self.module
 
@@ -93,7 +96,16 @@ class Zero:
         Args:
             optimizer: of the parameters that `wrap` returned.
             max_norm: gradients of a larger global norm are scaled down; None: never.
+
+        Raises:
+            ConfigError: an optimizer that does not step each element by itself.
         """
+        if type(optimizer) not in _ELEMENTWISE:
+            raise ConfigError(
+                f"Engine {self.name} cannot step {type(optimizer).__name__}: DeepSpeed steps flat slices of many "
+                "parameters, which is the same only where each element steps by itself. Take torch.optim.AdamW (or "
+                "Adam, or SGD), or engine fsdp2."
+            )
         self._max_norm = max_norm
         engine, *_ = self._deepspeed.initialize(
             model=self._model, optimizer=optimizer, config=self.config(max_norm), mpu=self._mpu
@@ -143,9 +155,14 @@ class Zero:
         if self._clips_here:
             norm = clip_by_global_norm(self._model.parameters(), self._max_norm)
         self.engine.step()
-        if not self.engine.was_step_applied():
+        if not self.applied:
             return torch.tensor(float("inf"))
         return torch.as_tensor(self.engine.get_global_grad_norm() if norm is None else norm).detach()
+
+    @property
+    def applied(self) -> bool:
+        """Whether the last `step` was taken: DeepSpeed leaves out some whose gradients are not finite."""
+        return self.engine is not None and self.engine.was_step_applied()
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a parameter as it is trained: whole, and in float32 where DeepSpeed steps that. Collective."""
@@ -185,6 +202,7 @@ class Zero:
 
     def close(self) -> None:
         """Let go of the model."""
+        self._undo.close()
         if self.engine is not None:
             self.engine.destroy()
 
@@ -219,6 +237,8 @@ class Held(nn.Module):
             raise TrainingError("DeepSpeed steps itself: call adopt(optimizer, max_norm) before the first forward.")
         return engine(*args, **kwargs)
 
+
+_ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 _TAG = "step"
 
@@ -263,19 +283,25 @@ def _same_dtype(model: nn.Module) -> torch.dtype:
     return kinds.pop()
 
 
-def let_stage3_gather(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+def let_stage3_gather(model: nn.Module, layers: Iterable[nn.Module]) -> ExitStack:
     """Have stage 3 gather each layer at once, and reduce its gradients once they are all there.
 
     Call it before DeepSpeed takes the model. A head with parts (of an adapter) is gathered as a layer is, once for all
     tiles. Stage 3 takes a layer's gradients for complete once those of its input are there, so a frozen embedding is
     made to return tensors that require gradients.
+
+    Returns:
+        What undoes it when it is closed, but for layers, whose marks go with what `prepare` did to them.
     """
     leaves: Any = importlib.import_module("deepspeed").utils
+    undo = ExitStack()
     leaves.set_z3_leaf_modules(model, sorted({type(layer) for layer in layers}, key=repr))
     head = model.get_output_embeddings()  # type: ignore[operator]
     if any(True for _ in head.children()):
         leaves.set_z3_leaf_module(head, True)
+        undo.callback(vars(head).pop, "_z3_leaf", None)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     trained = any(p.requires_grad for p in model.parameters())
     if trained and not any(p.requires_grad for p in embedding.parameters()):
-        model.enable_input_require_grads()  # type: ignore[operator]
+        undo.callback(embedding.register_forward_hook(lambda module, args, out: out.requires_grad_()).remove)
+    return undo

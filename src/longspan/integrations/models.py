@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from longspan.config import ModelConfig
 from longspan.errors import ConfigError
 from longspan.integrations.positions import rope_fields, window_advice, window_tokens
 from longspan.integrations.presets import PRESETS, preset_config
+from longspan.integrations.random_weights import auto_class
 
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
@@ -70,9 +71,9 @@ def build_model(model: ModelConfig, seed: int, tokenizer: PreTrainedTokenizerBas
             config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_class(config).from_pretrained(
             model.name, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError, StrictDataclassError) as error:

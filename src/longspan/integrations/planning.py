@@ -10,7 +10,7 @@ from longspan.plan.decide import Task, make_plan
 from longspan.plan.degrees import choose_degrees
 from longspan.plan.machine import GIB, Cluster, Machine, find_machine
 from longspan.plan.plan import Plan
-from longspan.plan.setup import ENGINES, OPTIMIZERS, find_optimizer
+from longspan.plan.setup import ENGINES, OPTIMIZERS, Optimizer, find_optimizer
 from longspan.plan.shapes import ModelShape
 
 NODE_GPUS = 8
@@ -35,10 +35,10 @@ def plan(
         seq_len: tokens per row; None for the longest that fits.
         gpu_memory_gib: total memory of a GPU.
         host_memory_gib: memory of a node.
-        engine: who holds parameters: fsdp2, ddp or single.
+        engine: who holds parameters: fsdp2, ddp, single, or zero-0 to zero-3 (DeepSpeed, bfloat16 on float32 masters).
         gpu: kind of GPU, whose rates are used; see `longspan.plan.machine.MACHINES`.
-        optimizer: adamw (fp32), adamw-host (the same, in host memory), adamw8bit, adamw-bf16-sr; auto takes adamw,
-            or adamw-host where it does not fit.
+        optimizer: adamw (fp32), adamw-host (the same, in host memory), adamw8bit, adamw-bf16-sr; auto takes adamw, or
+            adamw-host where it does not fit. The zero engines serve adamw alone.
 
     Raises:
         ConfigError: a setting that is not known, or a length that does not fit, with the numbers.
@@ -76,7 +76,13 @@ def task_for(shape: ModelShape, cluster: Cluster, engine: str, optimizer: str) -
     """
     if engine not in ENGINES:
         raise ConfigError(f"Unknown engine {engine!r}; use {', '.join(ENGINES)}.")
-    if optimizer == "auto":
+    optimizers: tuple[Optimizer, ...]
+    if engine.startswith("zero-"):
+        if optimizer not in ("auto", "adamw"):
+            raise ConfigError(f"Engine {engine} serves optimizer adamw, not {optimizer!r}: take adamw, or fsdp2.")
+        itemsize = 2 if cluster.machine.on_gpu else 4
+        optimizers = (Optimizer.under_zero(int(engine[-1]), itemsize),)
+    elif optimizer == "auto":
         optimizers = (OPTIMIZERS["adamw"], OPTIMIZERS["adamw-host"])
     else:
         optimizers = (find_optimizer(optimizer),)

@@ -80,6 +80,18 @@ _TINY: dict[str, Any] = {
 }
 """Small enough for one CPU core, with fewer KV heads than query heads and a vocabulary that holds all bytes."""
 
+_SIX_HEADS: dict[str, Any] = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 24,
+}
+"""Heads that two and three ranks divide, with a single one's keys on two of four ranks."""
+
+_SLIDING_FULL = ["sliding_attention", "full_attention"]
+
+_TINY_GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
+
 _TINY_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2}
 
 _TINY_LINEAR: dict[str, Any] = {
@@ -167,27 +179,66 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "qwen2", {**_TINY, **_shape(96, 200, 2, 6), "num_key_value_heads": 3, "tie_word_embeddings": True}
         ),
         "tiny-qwen3": Preset("qwen3", {**_TINY, **_shape(72, 136, 2, 6), "head_dim": 24, "tie_word_embeddings": True}),
-        "tiny-mistral": Preset("mistral", {**_TINY, **_shape(128, 224, 2, 8), "sliding_window": None}),
+        "tiny-mistral": Preset("mistral", {**_TINY, **_shape(128, 224, 2, 8), "sliding_window": 24}),
         "tiny-phi3": Preset(
             "phi3",
             {**_TINY, "original_max_position_embeddings": 64, "rope_parameters": _LONGROPE, "sliding_window": None},
         ),
-        "tiny-gemma2": Preset("gemma2", {**_TINY, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}),
+        "tiny-gemma2": Preset(
+            "gemma2",
+            {**_TINY, **_TINY_GEMMA, **_SIX_HEADS, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        ),
         "tiny-gemma3": Preset(
             "gemma3_text",
-            {**_TINY, "num_hidden_layers": 6, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24},
+            {**_TINY, **_TINY_GEMMA, **_shape(80, 172, 6, 5), "num_key_value_heads": 1},
+        ),
+        "tiny-gemma4": Preset(
+            "gemma4_text",
+            {
+                **_TINY,
+                **_TINY_GEMMA,
+                "layer_types": _SLIDING_FULL,
+                "global_head_dim": 32,
+                "hidden_size_per_layer_input": 0,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 48,
+                "final_logit_softcapping": 3.0,
+            },
         ),
         "tiny-gpt-oss": Preset(
             "gpt_oss",
-            {**_TINY, "head_dim": 16, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+            {
+                **_TINY,
+                **_SIX_HEADS,
+                "intermediate_size": 72,
+                "sliding_window": 24,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+            },
         ),
         "tiny-moe": Preset("qwen3_moe", {**_TINY, **_TINY_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
-        "tiny-mixtral": Preset("mixtral", {**_TINY, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        "tiny-mixtral": Preset(
+            "mixtral",
+            {**_TINY, **_SIX_HEADS, "intermediate_size": 72, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+        "tiny-olmoe": Preset(
+            "olmoe",
+            {**_TINY, "intermediate_size": 72, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
+        ),
+        "tiny-granite": Preset("granite", {**_TINY, "logits_scaling": 3.0, "residual_multiplier": 0.6}),
+        "tiny-cohere2": Preset(
+            "cohere2", {**_TINY, "layer_types": _SLIDING_FULL, "sliding_window": 24, "logit_scale": 0.5}
+        ),
         "tiny-deepseek-v3": Preset(
             "deepseek_v3",
             {
                 **_TINY,
-                "num_key_value_heads": 4,
+                **_shape(96, 172, 2, 6),
+                "num_key_value_heads": 6,
                 "moe_intermediate_size": 48,
                 "n_routed_experts": 8,
                 "num_experts_per_tok": 2,

@@ -15,6 +15,8 @@ from longspan.errors import ConfigError
 _SEED = 11
 _NARROW = {"vocab_size": 512, "intermediate_size": 256, "moe_intermediate_size": 64}
 _HIDDEN = 128
+_LOG_DECAY = ".A_log"  # of recurrent layers: softplus(...) * exp(A_log) is what a token's state loses, in nats
+_ROUTER_BIAS = ".e_score_correction_bias"
 
 
 def few_layers(config: PretrainedConfig, layers: int | None = None) -> PretrainedConfig:
@@ -42,6 +44,8 @@ def few_layers(config: PretrainedConfig, layers: int | None = None) -> Pretraine
         if isinstance(value, list) and len(value) == total and name != "mlp_only_layers":
             part[name] = value[:count]
     part[_own_name(text, "num_hidden_layers")] = count
+    if isinstance(own := part.get("per_layer_config"), Mapping):
+        part["per_layer_config"] = {key: value for key, value in own.items() if int(key) < count}
     if (part.get("first_k_dense_replace") or 0) >= count > 1:
         part["first_k_dense_replace"] = count - 1  # else no layer would have experts
     return _rebuilt(config, fields)
@@ -80,7 +84,7 @@ def _with_widths(config: PretrainedConfig, widths: Mapping[str, int]) -> Pretrai
 def parameter_count(config: PretrainedConfig) -> int:
     """Return the number of parameters of a configuration's model. Cost: builds it without memory."""
     with torch.device("meta"):
-        model = _auto(config).from_config(config, trust_remote_code=False)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -88,7 +92,8 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     """Build a model whose random weights leave no part of it idle, the same on every process.
 
     Matrices are drawn so that activations keep their size, vectors (norms, biases) are moved off their constants:
-    attention weights then differ from token to token and biases take part. Dropout is off.
+    attention weights then differ from token to token and biases take part, also those with which routers choose. The
+    decay of recurrent layers is slow enough to carry a state over many tokens. Dropout is off.
 
     Raises:
         ConfigError: the configuration does not make a model.
@@ -99,17 +104,22 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
         options["experts_implementation"] = "eager"  # PyTorch's grouped products know no float64
     try:
         with torch.device(device):
-            model = _auto(config).from_config(config, **options)
+            model = auto_class(config).from_config(config, **options)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{type(config).__name__} does not make a model: {error}") from error
     generator = torch.Generator(device).manual_seed(_SEED)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.empty_like(parameter).normal_(generator=generator)
-            if parameter.ndim >= 2:
+            if name.endswith(_LOG_DECAY):
+                parameter.copy_(noise * 0.5 - 2)
+            elif parameter.ndim >= 2:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(noise * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith(_ROUTER_BIAS):
+                buffer.normal_(generator=generator).mul_(0.1)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -125,7 +135,7 @@ def untrained_model(config: PretrainedConfig, seed: int, dtype: torch.dtype, dev
     torch.manual_seed(seed)
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{type(config).__name__} does not make a causal language model: {error}") from error
     return model.train()
@@ -136,6 +146,15 @@ def chooses_rope_by_length(config: PretrainedConfig) -> bool:
     rope: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
     tables = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
     return any(table.get("rope_type") in ("dynamic", "longrope") for table in tables)
+
+
+def reach_tokens(config: PretrainedConfig) -> int | None:
+    """Return how many tokens after one depend on it, if all layers attend within windows; None for all tokens."""
+    text: Any = config.get_text_config()
+    kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
+    if not window or not getattr(text, "use_sliding_window", True) or (kinds and set(kinds) != {"sliding_attention"}):
+        return None
+    return text.num_hidden_layers * (window - 1)
 
 
 def has_experts(config: PretrainedConfig) -> bool:
@@ -172,7 +191,7 @@ def _rebuilt(config: PretrainedConfig, fields: dict[str, Any]) -> PretrainedConf
         raise ConfigError(f"{type(config).__name__} cannot be made smaller: {reason}") from None
 
 
-def _auto(config: PretrainedConfig) -> Any:
+def auto_class(config: PretrainedConfig) -> Any:
     """Return the auto class that has a language-modelling head for this family."""
     if type(config) in AutoModelForCausalLM._model_mapping:
         return AutoModelForCausalLM

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from longspan.config import ModelConfig
-from longspan.errors import ModelError
+from longspan.errors import ConfigError, ModelError
 from longspan.integrations.models import load_model_config
+from longspan.integrations.multimodal import sight_of, text_trunk
+from longspan.integrations.random_weights import auto_class
 from longspan.plan.kept import Operands
 from longspan.plan.shapes import LayerShape, ModelShape
 from longspan.stream.quantized import packed_size
@@ -46,7 +48,9 @@ def model_shape(model: str | PretrainedConfig | nn.Module, operands: Sequence[Op
     config = load_model_config(ModelConfig(name=model, init="random")) if isinstance(model, str) else model
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            built = auto_class(config).from_config(config, trust_remote_code=False)
+    except ConfigError as error:
+        raise ModelError(f"{name} cannot be planned: {error}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{name} cannot be planned, as it is no causal language model of text: {reason}") from None
@@ -56,15 +60,17 @@ def model_shape(model: str | PretrainedConfig | nn.Module, operands: Sequence[Op
 def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> ModelShape:
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
+    trunk, _ = text_trunk(model)
+    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
     if head is None or embedding is None or not lists:
         raise ModelError(f"{name} cannot be planned: it has no head, embedding or list of decoder layers.")
     seen = operands or [None] * len(lists[0])
     layers = tuple(
-        _layer(layer, config, operand or _operands(config, i), _window(config, i))
+        _layer(layer, config, operand or _operands(config, i), layer_window(config, i))
         for i, (layer, operand) in enumerate(zip(lists[0], seen, strict=True))
     )
     inside = {id(p) for p in lists[0].parameters()}
+    sight = sight_of(model)
     outside = [p for p in model.parameters() if id(p) not in inside]
     return ModelShape(
         name=name,
@@ -75,6 +81,7 @@ def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> Mod
         outside_trained=sum(whole_shape(p).numel() for p in outside if p.requires_grad),
         head=config.vocab_size * config.hidden_size,
         head_trained=sum(whole_shape(p).numel() for p in head.parameters() if p.requires_grad),
+        edited=0 if sight is None else sight.stacked,
     )
 
 
@@ -155,7 +162,7 @@ def _weights(layer: nn.Module) -> tuple[list[tuple[str, nn.Parameter, int]], int
     return found, packed, packed_bytes
 
 
-def _window(config: Any, index: int) -> int | None:
+def layer_window(config: Any, index: int) -> int | None:
     """Return how far a layer sees back, where it does not see everything."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:

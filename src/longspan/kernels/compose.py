@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.kernels.protocol import Kernel, Request, asked, check
+from longspan.kernels.protocol import Kernel, Request, Score, asked, check
 from longspan.mask import Block
 
 
@@ -28,21 +28,21 @@ class EqualDims:
         dim = max(request.head_dim, request.v_head_dim)
         return self.inner.refuses(replace(request, head_dim=dim, v_head_dim=dim))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         dim = max(q.shape[-1], v.shape[-1])
-        out, lse = self.inner.forward(_pad(q, dim), _pad(k, dim), _pad(v, dim), block, scale)
+        out, lse = self.inner.forward(_pad(q, dim), _pad(k, dim), _pad(v, dim), block, score)
         return out[..., : v.shape[-1]].contiguous(), lse  # a copy, so that no padding outlives the call
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         dim = max(q.shape[-1], v.shape[-1])
         dq, dk, dv = self.inner.backward(
-            _pad(dout, dim), _pad(q, dim), _pad(k, dim), _pad(v, dim), _pad(out, dim), lse, block, scale
+            _pad(dout, dim), _pad(q, dim), _pad(k, dim), _pad(v, dim), _pad(out, dim), lse, block, score
         )
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
@@ -61,18 +61,18 @@ class Either:
         """Say why the request cannot be served, or None."""
         return self.second.refuses(request) if self.first.refuses(request) else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        return self._of(q, k, v, block).forward(q, k, v, block, scale)
+        return self._of(q, k, v, block, score).forward(q, k, v, block, score)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
-        return self._of(q, k, v, block).backward(dout, q, k, v, out, lse, block, scale)
+        return self._of(q, k, v, block, score).backward(dout, q, k, v, out, lse, block, score)
 
-    def _of(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Kernel:
-        return self.second if self.first.refuses(asked(q, k, v, block)) else self.first
+    def _of(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> Kernel:
+        return self.second if self.first.refuses(asked(q, k, v, block, score)) else self.first
 
 
 def _pad(x: Tensor, dim: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longspan.kernels.cuda import device_problem, operand_problem
-from longspan.kernels.protocol import Request, check
+from longspan.kernels.protocol import Request, Score, check
 from longspan.mask import Block
 
 
@@ -39,31 +39,35 @@ class Cudnn:
             return "it does not take packed documents"
         if request.bottom_right:
             return "it is causal only with as many keys as queries"
+        if request.window:
+            return "it does not take windows"
+        if request.softcap:
+            return "it does not cap scores"
         if request.single:
             return "with one query or key it fails or does not return"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`.
 
         Cost: the first call of each shape builds a graph, tens to hundreds of milliseconds on the host.
         """
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         operands = (x.transpose(1, 2) for x in (q, k, v))  # the operator wants [B, H, S, D]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *operands, None, True, 0.0, block.causal, False, scale=scale
+            *operands, None, True, 0.0, block.causal, False, scale=score.scale
         )
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`; the gradients have the operands' dtype."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         operands = (x.transpose(1, 2) for x in (dout.contiguous(), q, k, v, out.contiguous()))
         stats = lse.contiguous().unsqueeze(-1)  # [B, H, Sq, 1]
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *operands, stats, seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, block.causal, scale=scale
+            *operands, stats, seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, block.causal, scale=score.scale
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

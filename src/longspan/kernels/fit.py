@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspan.kernels.protocol import Kernel, Request, wide
+from longspan.kernels.protocol import Kernel, Request, Score, wide
 from longspan.mask import Block
 
 
@@ -27,19 +27,19 @@ class FitKernel:
         """Answer as the real kernel does."""
         return self.kernel.refuses(request)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """Return out and lse."""
         if self.forwards > 0:
             self.forwards -= 1
-            return self.kernel.forward(q, k, v, block, scale)
+            return self.kernel.forward(q, k, v, block, score)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         return out, torch.zeros(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype), device=q.device)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv."""
         if self.backwards > 0:
             self.backwards -= 1
-            return self.kernel.backward(dout, q, k, v, out, lse, block, scale)
+            return self.kernel.backward(dout, q, k, v, out, lse, block, score)
         return tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))  # type: ignore[return-value]

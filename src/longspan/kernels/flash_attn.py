@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.kernels.cuda import device_problem, import_problem, load, operand_problem
-from longspan.kernels.protocol import Request, borders, check
+from longspan.kernels.protocol import Request, Score, borders, check
 from longspan.mask import Block
 
 _FA2, _FA2_PACKAGE = "flash_attn.flash_attn_interface", "flash-attn"
@@ -32,11 +32,11 @@ class FlashAttention2:
         """Say why the request cannot be served, or None."""
         return self.missing(request.device) or operand_problem(request, largest_head_dim=256)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         module = load(_FA2, _FA2_PACKAGE)
-        common = _fa2_options(block, scale) | {"return_softmax": False}
+        common = _fa2_options(block, score) | {"return_softmax": False}
         if not block.varlen:
             out, lse = module._flash_attn_forward(q, k, v, **common)[:2]
             return out, lse
@@ -45,12 +45,12 @@ class FlashAttention2:
         return out[None], lse[None]
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`; the gradients have the operands' dtype."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         module = load(_FA2, _FA2_PACKAGE)
-        common = _fa2_options(block, scale) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        common = _fa2_options(block, score) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
         grads = [x.new_empty(x.shape) for x in (q, k, v)]
         operands = [dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), *grads]
         if block.varlen:
@@ -78,11 +78,11 @@ class FlashAttention3:
         """Say why the request cannot be served, or None."""
         return self.missing(request.device) or operand_problem(request, largest_head_dim=256)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         call = load(_FA3, _FA3_PACKAGE)._flash_attn_forward
-        common = {"softmax_scale": scale, "causal": block.causal}
+        common = {"causal": block.causal} | _fa_options(block, score)
         if not block.varlen:
             out, lse = call(q, k, v, **common)[:2]
             return out, lse
@@ -90,16 +90,13 @@ class FlashAttention3:
         return out[None], lse[None]
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`; the gradients have the operands' dtype."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         call = load(_FA3, _FA3_PACKAGE)._flash_attn_backward
-        common = {
-            "softmax_scale": scale,
-            "is_causal": block.causal,
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
+        common = {"is_causal": block.causal, "deterministic": torch.are_deterministic_algorithms_enabled()}
+        common |= _fa_options(block, score)
         grads = [x.new_empty(x.shape) for x in (q, k, v)]
         operands = [dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous()]
         if block.varlen:
@@ -111,16 +108,15 @@ class FlashAttention3:
         return grads[0], grads[1], grads[2]
 
 
-def _fa2_options(block: Block, scale: float) -> dict[str, Any]:
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": scale,
-        "causal": block.causal,
-        "window_size_left": -1,
-        "window_size_right": -1,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-    }
+def _fa2_options(block: Block, score: Score) -> dict[str, Any]:
+    return {"dropout_p": 0.0, "causal": block.causal, "alibi_slopes": None} | _fa_options(block, score)
+
+
+def _fa_options(block: Block, score: Score) -> dict[str, Any]:
+    """Return a call's scores and window under the names of both packages: -1 is no bound, 0.0 no softcap."""
+    left, right = (-1, -1) if block.left is None else (block.left, 0 if block.causal else -1)
+    window = {"window_size_left": left, "window_size_right": right}
+    return {"softmax_scale": score.scale, "softcap": score.softcap or 0.0} | window
 
 
 def packed_lengths(q: Tensor, k: Tensor, block: Block) -> dict[str, Any]:

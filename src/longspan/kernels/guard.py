@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspan.errors import KernelError
 from longspan.kernels.merge import merge_
-from longspan.kernels.protocol import Kernel, Request, check, wide
+from longspan.kernels.protocol import Kernel, Request, Score, check, wide
 from longspan.mask import Block
 
 INT32_ELEMENTS = 2**31
@@ -53,34 +53,34 @@ class Guard:
         """Say why the request cannot be served, or None."""
         return self.inner.refuses(request)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`.
 
         Raises:
-            KernelError: one head of a packed call is already too large.
+            KernelError: one head of a packed call, or of one with a window, is already too large.
         """
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         near = self._near
         tiles = cut(q.shape, k.shape, v.shape[-1], block, self.limit)
         if len(tiles) == 1 and len(tiles[0].keys) == 1:
-            return self.inner.forward(near(q), near(k), near(v), block, scale)
+            return self.inner.forward(near(q), near(k), near(v), block, score)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])  # [B, Sq, H, Dv]
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=wide(q.dtype))  # [B, H, Sq]
         for tile in tiles:
-            part, part_lse = self._tile(tile, q, k, v, block, scale)
+            part, part_lse = self._tile(tile, q, k, v, block, score)
             out[tile.rows, tile.q, tile.heads] = part
             lse[tile.rows, tile.heads, tile.q] = part_lse
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`; gradients summed over tiles are fp32 or wider."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         near = self._near
         tiles = cut(q.shape, k.shape, v.shape[-1], block, self.limit)
         if len(tiles) == 1 and len(tiles[0].keys) == 1:
-            return self.inner.backward(near(dout), near(q), near(k), near(v), near(out), near(lse), block, scale)
+            return self.inner.backward(near(dout), near(q), near(k), near(v), near(out), near(lse), block, score)
         dtype = wide(q.dtype)
         disjoint = len({(tile.rows.start, tile.kv_heads.start) for tile in tiles}) == len(tiles)
         dq = torch.zeros(q.shape, dtype=dtype if len(tiles[-1].keys) > 1 else q.dtype, device=q.device)
@@ -91,14 +91,14 @@ class Guard:
             for keys, causal in tile.keys:
                 at_k = (tile.rows, keys, tile.kv_heads)
                 part_q, part_k, part_v = self.inner.backward(
-                    near(dout[at]), near(q[at]), near(k[at_k]), near(v[at_k]), *final, _block(block, causal), scale
+                    near(dout[at]), near(q[at]), near(k[at_k]), near(v[at_k]), *final, _block(block, causal), score
                 )
                 dq[at] += part_q
                 dk[at_k] += part_k
                 dv[at_k] += part_v
         return dq, dk, dv
 
-    def _tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def _tile(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """Return a tile's out and lse over all its key blocks."""
         near_q = self._near(q[tile.rows, tile.q, tile.heads])
         parts = (
@@ -107,7 +107,7 @@ class Guard:
                 self._near(k[tile.rows, keys, tile.kv_heads]),
                 self._near(v[tile.rows, keys, tile.kv_heads]),
                 _block(block, causal),
-                scale,
+                score,
             )
             for keys, causal in tile.keys
         )
@@ -133,7 +133,7 @@ def cut(q: torch.Size, k: torch.Size, v_head_dim: int, block: Block, limit: int)
         Tiles that cover the output once; one tile with one block of keys if nothing needs dividing.
 
     Raises:
-        KernelError: a packed call of which one head is too large.
+        KernelError: a packed call, or one with a window, of which one head is too large.
     """
     rows, queries, heads, head_dim = q
     keys, group = k[1], heads // k[2]
@@ -150,10 +150,11 @@ def cut(q: torch.Size, k: torch.Size, v_head_dim: int, block: Block, limit: int)
     step = max(fit, 1) if fit < group else fit // group * group
     if fit >= 1:
         spans = [(whole_q, whole_k)]
-    elif block.varlen or budget < 1:
+    elif block.varlen or block.left is not None or budget < 1:
+        whole = "packed documents" if block.varlen else "windows" if block.left is not None else ""
         raise KernelError(
             f"One head of this call has {max(queries, keys)} tokens x head_dim {max(head_dim, v_head_dim)}, more than "
-            f"the {limit} elements a kernel can index{', and packed documents cannot be cut' * block.varlen}. Use a "
+            f"the {limit} elements a kernel can index{whole and f', and {whole} cannot be cut'}. Use a "
             f"higher sequence-parallel degree or shorter rows."
         )
     else:

@@ -13,6 +13,17 @@ from longspan.mask import Block
 
 
 @dataclass(frozen=True)
+class Score:
+    """What becomes of q k^T before the softmax: softcap * tanh(scale * q k^T / softcap), or scale * q k^T without one.
+
+    Source: the softcap is that of Gemma 2.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
 class Request:
     """What a kernel must be able to do.
 
@@ -21,6 +32,8 @@ class Request:
         varlen: several segments per call.
         bottom_right: causal calls with more keys than queries, where the last query sees the last key.
         single: calls of one query or one key.
+        window: queries that do not see all keys before them, causal or not.
+        softcap: scores that are capped.
     """
 
     device: torch.device
@@ -30,6 +43,8 @@ class Request:
     varlen: bool = False
     bottom_right: bool = False
     single: bool = False
+    window: bool = False
+    softcap: bool = False
 
     def __str__(self) -> str:
         dims = f"head_dim {self.head_dim}"
@@ -37,7 +52,7 @@ class Request:
             dims += f" (values {self.v_head_dim})"
         words = [str(self.dtype).removeprefix("torch."), dims, f"on {self.device.type}"]
         words += ["packed documents"] * self.varlen + ["causal with more keys than queries"] * self.bottom_right
-        words += ["one token"] * self.single
+        words += ["one token"] * self.single + ["a window"] * self.window + ["a softcap"] * self.softcap
         return ", ".join(words)
 
 
@@ -54,13 +69,13 @@ class Kernel(Protocol):
         """Say why this kernel cannot serve the request, or None if it can."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """Attend from the queries to this block of keys.
 
         Args:
             q: [B, Sq, H, D]; k: [B, Sk, K, D]; v: [B, Sk, K, Dv]; any strides with the last dim contiguous, K divides
                 H, query head h reads key head h // (H / K).
-            scale: factor on q k^T before the softmax.
+            score: what becomes of q k^T before the softmax.
 
         Returns:
             out [B, Sq, H, Dv] in q's dtype and lse [B, H, Sq] (natural logarithm) in fp32, or fp64 for fp64.
@@ -71,7 +86,7 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's share of dq, dk and dv, in the operands' dtype or wider.
 
@@ -95,14 +110,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def asked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Request:
+def asked(q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> Request:
     """Describe a call as a request."""
     more_keys = block.cu_q != block.cu_k if block.varlen else q.shape[1] != k.shape[1]
     single = min(q.shape[1], k.shape[1]) == 1
-    return Request(q.device, q.dtype, q.shape[-1], v.shape[-1], block.varlen, block.causal and more_keys, single)
+    sizes = (q.device, q.dtype, q.shape[-1], v.shape[-1])
+    capped = score.softcap is not None
+    return Request(*sizes, block.varlen, block.causal and more_keys, single, block.left is not None, capped)
 
 
-def check(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+def check(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> None:
     """Raise if the kernel cannot do this call; it costs microseconds and no device work.
 
     Raises:
@@ -115,14 +132,14 @@ def check(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None
             f"Attention needs q [B, Sq, H, D], k [B, Sk, K, D] and v [B, Sk, K, Dv] with K dividing H, "
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}."
         )
-    if not queries or not keys or (block.causal and not block.varlen and queries > keys):
+    if not queries or not keys or (block.diagonal and not block.varlen and queries > keys):
         raise KernelError(
-            f"An attention call needs at least one query and one key, and causal calls no more queries than keys; "
-            f"got {queries} queries and {keys} keys. Leave such blocks out of the schedule."
+            f"An attention call needs at least one query and one key, and calls with causal order or a window no more "
+            f"queries than keys; got {queries} queries and {keys} keys. Leave such blocks out of the schedule."
         )
     if block.varlen and rows != 1:
         raise KernelError(f"Packed documents are one row per call, got {rows} rows. Call once per row.")
-    request = asked(q, k, v, block)
+    request = asked(q, k, v, block, score)
     if why := kernel.refuses(request):
         raise KernelError(f"Kernel '{kernel.name}' cannot do this call ({request}): {why}.")
 
@@ -153,7 +170,7 @@ def segments(block: Block, queries: int, keys: int) -> list[tuple[slice, slice]]
     """List the query and key tokens of each segment; a dense call is one segment.
 
     Raises:
-        KernelError: a segment without queries or keys, or a causal one with more queries than keys.
+        KernelError: a segment without queries or keys, or, with causal order or a window, with more queries than keys.
     """
     if block.cu_q is None or block.cu_k is None:
         return [(slice(0, queries), slice(0, keys))]
@@ -168,10 +185,10 @@ def segments(block: Block, queries: int, keys: int) -> list[tuple[slice, slice]]
     for i in range(len(starts_q) - 1):
         q, k = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
         length_q, length_k = q.stop - q.start, k.stop - k.start
-        if length_q < 1 or length_k < 1 or (block.causal and length_q > length_k):
+        if length_q < 1 or length_k < 1 or (block.diagonal and length_q > length_k):
             raise KernelError(
-                f"Segment {i} has {length_q} queries and {length_k} keys; every segment needs one of each, and a "
-                f"causal one no more queries than keys."
+                f"Segment {i} has {length_q} queries and {length_k} keys; every segment needs one of each, and "
+                f"with causal order or a window no more queries than keys."
             )
         found.append((q, k))
     return found

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from longspan.kernels.protocol import Request, check, segments, wide
+from longspan.kernels.protocol import Request, Score, check, segments, wide
 from longspan.mask import Block
 
 
@@ -31,35 +31,37 @@ class Reference:
             return f"it computes on floating-point tensors, not {request.dtype}"
         return self.missing(request.device)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, score: Score) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         rows, queries, heads = q.shape[:3]
         out = q.new_empty(rows, queries, heads, v.shape[-1])  # [B, Sq, H, Dv]
         lse = q.new_empty(rows, heads, queries, dtype=wide(q.dtype))  # [B, H, Sq]
         with _without_autocast(q.device):
             for at, keys in segments(block, queries, k.shape[1]):
-                scores = _scores(q[:, at], k[:, keys], block.causal, scale)  # [B, K, G, Sq, Sk]
+                scores = _hide(_capped(_products(q[:, at], k[:, keys], score.scale), score), block)  # [B, K, G, Sq, Sk]
                 mixed = torch.einsum("bkgqs,bskd->bqkgd", scores.softmax(-1), v[:, keys].to(scores.dtype))
                 out[:, at] = mixed.flatten(2, 3)
                 lse[:, :, at] = scores.logsumexp(-1).flatten(1, 2)
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`; the gradients are fp32 or wider."""
-        check(self, q, k, v, block)
+        check(self, q, k, v, block, score)
         dtype, kv_heads = wide(q.dtype), k.shape[2]
         dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
         with _without_autocast(q.device):
             for at, keys in segments(block, q.shape[1], k.shape[1]):
-                scores = _scores(q[:, at], k[:, keys], block.causal, scale)  # [B, K, G, Sq, Sk]
-                weights = torch.exp(scores - lse[:, :, at].unflatten(1, (kv_heads, -1)).unsqueeze(-1))
+                capped = _capped(_products(q[:, at], k[:, keys], score.scale), score)  # [B, K, G, Sq, Sk]
+                weights = torch.exp(_hide(capped, block) - lse[:, :, at].unflatten(1, (kv_heads, -1)).unsqueeze(-1))
                 grad, kept, queries = (x[:, at].to(dtype).unflatten(2, (kv_heads, -1)) for x in (dout, out, q))
                 delta = (grad * kept).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)  # [B, K, G, Sq, 1]
                 dscores = torch.einsum("bqkgd,bskd->bkgqs", grad, v[:, keys].to(dtype)) - delta
-                dscores = dscores * weights * scale
+                dscores = dscores * weights * score.scale
+                if score.softcap is not None:
+                    dscores = dscores * (1 - (capped / score.softcap).square())  # the derivative of tanh
                 dq[:, at] = torch.einsum("bkgqs,bskd->bqkgd", dscores, k[:, keys].to(dtype)).flatten(2, 3)
                 dk[:, keys] = torch.einsum("bkgqs,bqkgd->bskd", dscores, queries)
                 dv[:, keys] = torch.einsum("bkgqs,bqkgd->bskd", weights, grad)
@@ -73,12 +75,22 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """Return scaled, masked scores [B, K, H/K, Sq, Sk] in fp32 or wider."""
-    queries, keys, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    grouped = q.to(wide(q.dtype)).unflatten(2, (kv_heads, -1))  # [B, Sq, K, H/K, D]
-    scores = torch.einsum("bqkgd,bskd->bkgqs", grouped, k.to(grouped.dtype)) * scale
-    if causal:
-        hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(keys - queries + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores
+def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return scale * q k^T [B, K, H/K, Sq, Sk] in fp32 or wider."""
+    grouped = q.to(wide(q.dtype)).unflatten(2, (k.shape[2], -1))  # [B, Sq, K, H/K, D]
+    return torch.einsum("bqkgd,bskd->bkgqs", grouped, k.to(grouped.dtype)) * scale
+
+
+def _capped(scores: Tensor, score: Score) -> Tensor:
+    return scores if score.softcap is None else score.softcap * torch.tanh(scores / score.softcap)
+
+
+def _hide(scores: Tensor, block: Block) -> Tensor:
+    """Put -inf where a query does not see a key."""
+    queries, keys = scores.shape[-2:]
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+    if block.causal:
+        seen = seen.tril(keys - queries)
+    if block.left is not None:
+        seen = seen.triu(keys - queries - block.left)
+    return scores.masked_fill(~seen, -torch.inf) if block.diagonal else scores

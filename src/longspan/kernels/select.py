@@ -36,9 +36,10 @@ def available(device: torch.device | str) -> dict[str, str | None]:
 def pick(name: str, request: Request) -> Kernel:
     """Return the kernel of this name, or the best for `auto`, guarded against 32-bit indices.
 
-    A kernel named explicitly is used or refused, never replaced. `auto` is `cpu` on a CPU; on CUDA it is `fa4` if it
-    can serve the request, else `cudnn` for the dense calls it can do with `aten-flash` for the rest, which is also what
-    `sdpa` stands for. Values of another head_dim than queries are padded where a kernel wants them equal.
+    A kernel named explicitly is used or refused, never replaced. `auto` is `cpu` on a CPU, or `reference` where scores
+    are capped; on CUDA it is `fa4` if it can serve the request, else `cudnn` for the dense calls it can do with
+    `aten-flash` for the rest, which is also what `sdpa` stands for, or `fa3` or `fa2` where scores are capped. Values
+    of another head_dim than queries are padded where a kernel wants them equal.
 
     Args:
         name: `auto`, a key of `available`, or a Hugging Face attention name.
@@ -66,9 +67,10 @@ def _candidates(name: str, request: Request) -> list[Kernel]:
     """List the kernels that a name stands for, best first; empty for an unknown name."""
     if name in ("auto", "sdpa"):
         if request.device.type != "cuda":
-            return [Cpu()]
+            return [Cpu(), *([Reference()] if request.softcap else [])]
         first: list[Kernel] = [FlashAttention4()] if name == "auto" else []
-        return [*first, _dense_first(request)]
+        last: list[Kernel] = [FlashAttention3(), FlashAttention2()] if name == "auto" and request.softcap else []
+        return [*first, _dense_first(request), *last]
     name = _HUGGING_FACE.get(name, name)
     return [vendor() for vendor in _VENDORS if vendor.name == name]
 
@@ -77,7 +79,7 @@ def _dense_first(request: Request) -> Kernel:
     """Return cuDNN for the calls it can do and PyTorch's flash attention for the rest, or the latter alone."""
     cudnn, flash = Cudnn(), AtenFlash()
     dim = max(request.head_dim, request.v_head_dim)
-    never = cudnn.refuses(Request(request.device, request.dtype, dim, dim))
+    never = cudnn.refuses(Request(request.device, request.dtype, dim, dim, softcap=request.softcap))
     return flash if never else Either(cudnn, flash)
 
 

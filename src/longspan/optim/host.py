@@ -215,6 +215,15 @@ def host_bytes(parameters: Iterable[Tensor]) -> int:
     return sum(3 * local(p).numel() * wide(p.dtype).itemsize for p in parameters)
 
 
+def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return a state of AdamW as `state_dict` has it, for a checkpoint to be read into."""
+    if isinstance(optimizer, HostAdamW):
+        moments = {name: _like(parameter, _empty(local(parameter))) for name in _STATES}
+    else:
+        moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros(()), **moments}
+
+
 def _empty(like: Tensor) -> Tensor:
     # Pageable: pinning it would take a second per 1.5 GiB. Untouched, so that it costs nothing until it is written.
     return torch.empty(like.shape, dtype=wide(like.dtype), device="cpu")

@@ -19,6 +19,8 @@ from longspan.optim.host import HostAdamW
 class Stepping(Protocol):
     """One optimizer step, in a fixed order of calls: `begin`, forward and backward, `norm`, `finish`."""
 
+    optimizer: torch.optim.Optimizer
+
     def begin(self, lr: float) -> None:
         """Set the learning rate of the step that follows."""
         ...
@@ -33,11 +35,30 @@ class Stepping(Protocol):
 
     @property
     def applied_early(self) -> bool:
-        """Whether a step is in the parameters before its norm is known."""
+        """Whether the step whose norm has just been told is in the parameters already."""
+        ...
+
+    def carried(self) -> dict[str, Tensor]:
+        """Return what a step leaves for the next one besides the optimizer's state, by names that begin `stepping.`."""
+        ...
+
+    def carry(self, left: dict[str, Tensor]) -> None:
+        """Take what `carried` returned."""
         ...
 
 
-class StepAfterBackward:
+class LeavesNothing:
+    """What ways to step have in common that need nothing of the step before."""
+
+    def carried(self) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def carry(self, left: dict[str, Tensor]) -> None:
+        """Do nothing."""
+
+
+class StepAfterBackward(LeavesNothing):
     """Keep all gradients until backward has ended; clip by their own norm, and step all parameters.
 
     Args:
@@ -63,14 +84,12 @@ class StepAfterBackward:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-class StepByEngine:
+class StepByEngine(LeavesNothing):
     """Let the engine step: its norm is known once the step has been taken.
 
     Args:
         max_norm: gradients of a larger global norm are scaled down to it; None: never.
     """
-
-    applied_early = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: StepsItself, max_norm: float | None) -> None:
         self.optimizer, self._engine = optimizer, engine
@@ -86,6 +105,11 @@ class StepByEngine:
 
     def finish(self) -> None:
         """Do nothing: the step has been taken."""
+
+    @property
+    def applied_early(self) -> bool:
+        """Whether the engine has stepped, which it may leave out where gradients are not finite."""
+        return self._engine.applied
 
 
 class StepInBackward:
@@ -130,6 +154,14 @@ class StepInBackward:
         if isinstance(self.optimizer, HostAdamW):
             self.optimizer.finish()
         self._stepped = None
+
+    def carried(self) -> dict[str, Tensor]:
+        """Return the norm that the next step is clipped by, squared."""
+        return {} if self._squares is None else {"stepping.squares": self._squares}
+
+    def carry(self, left: dict[str, Tensor]) -> None:
+        """Clip the next step by that norm."""
+        self._squares = left.get("stepping.squares")
 
     def remove(self) -> None:
         """Let gradients stay again."""

@@ -130,7 +130,7 @@ class Task:
         needs = "; ".join(self._needs(tokens, optimizer) for optimizer in self.optimizers)
         longest = self.longest()
         ways = [f"rows of at most {longest:,}"] if longest else []
-        for optimizer in OPTIMIZERS.values():
+        for optimizer in () if self.engine.startswith("zero-") else OPTIMIZERS.values():  # DeepSpeed has its own
             if optimizer not in self.optimizers and replace(self, optimizers=(optimizer,)).fits(tokens):
                 ways.append(f"optimizer {optimizer.name}")
         return ConfigError(f"{where}: {needs}. Use {', '.join([*ways, 'more GPUs'])}.")

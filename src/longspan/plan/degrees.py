@@ -76,5 +76,7 @@ def _explain(heads: int, kv_heads: int, degrees: Degrees) -> Degrees:
     if kv_heads % u:
         notes.append(f"{kv_heads} KV heads replicated where ranks share one")
     if r > 1:
-        notes.append(f"keys and values in a zigzag ring of {r}")
+        notes.append(f"keys and values in a zigzag ring of {r}, or gathered where rows are packed")
+    elif u > 1:
+        notes.append(f"rows of many short documents would move less with ring_degree={u}")
     return Degrees(u, r, "; ".join(notes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -106,6 +106,13 @@ class Memory:
         """Return what a layer that kept `keep`, and no attention output, keeps after it has been run again."""
         rebuilt = self.rebuilt if isinstance(self.rebuilt, Keep) else self.rebuilt[layer]
         return _WITH_X.get(rebuilt, rebuilt) if keep.has_x else rebuilt
+
+    def with_states(self, layers: range) -> Memory:
+        """Return the same, but that these layers keep their hidden states if they keep no graph."""
+        if isinstance(self.keep, Keep):  # one that needs another layer's cannot stand for all
+            return self
+        kept = (_WITH_X.get(keep, keep) if i in layers else keep for i, keep in enumerate(self.keep))
+        return replace(self, keep=tuple(kept))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", _decisions(self.keep))

@@ -36,6 +36,9 @@ def moving_products(setup: Setup) -> int:
 WAITING_BYTES = 1 << 30
 """Of gradients that wait for their step, where it is taken inside backward."""
 
+LIVE_PARAMETERS = 1_000_000_000
+"""Parameters that DeepSpeed's stage 3 leaves gathered, unless its `stage3_max_live_parameters` says otherwise."""
+
 HOST_RESERVE_BYTES, HOST_RESERVE_SHARE = 2 * GIB, 0.04
 """Of a host: each process, and a share that the system keeps."""
 
@@ -135,7 +138,7 @@ class Ledger:
     def host(self) -> Bytes:
         """Bytes of a rank's share of its host, without kept tensors."""
         setup = self.setup
-        state = setup.optimizer.host_bytes * setup.shape.trained / setup.shards
+        state = setup.optimizer.host_bytes * setup.shape.trained / setup.shards("states")
         return {"optimizer": state} if state else {}
 
     @property
@@ -177,8 +180,8 @@ class Ledger:
         frozen = shape.parameters - shape.trained
         weights = shape.trained * optimizer.weight_bytes + frozen * min(optimizer.weight_bytes, 4)
         causes: Bytes = {
-            "parameters": weights / setup.shards,
-            "optimizer": shape.trained * optimizer.state_bytes / setup.shards,
+            "parameters": weights / setup.shards("parameters"),
+            "optimizer": shape.trained * optimizer.state_bytes / setup.shards("states"),
             "inputs": setup.local * (40 + 2 * shape.layers[0].head_dim * setup.itemsize),
         }
         if setup.ulysses > 1 and setup.cluster.machine.on_gpu:
@@ -186,11 +189,18 @@ class Ledger:
         if setup.gathers:
             layers = 0 if layers_after is None else self._gathered
             causes["gathered parameters"] = shape.outside * setup.itemsize + layers
+        causes["gradients"] = self._gradients(0)
         if layers_after is not None:
             done = sum(layer.trained for layer in shape.layers[layers_after + 1 :])
             waiting = WAITING_BYTES if optimizer.in_backward else 0
-            causes["gradients"] = done * optimizer.gradient_bytes / setup.shards + self._head_gradient + waiting
+            causes["gradients"] = self._gradients(done) + self._head_gradient + waiting
         return causes
+
+    def _gradients(self, done: int) -> float:
+        """Return the bytes of the gradients of so many weights, and of memory that waits for others."""
+        optimizer, trained = self.setup.optimizer, self.setup.shape.trained
+        passing = optimizer.gradient_bytes - optimizer.standing_bytes
+        return (done * passing + trained * optimizer.standing_bytes) / self.setup.shards("gradients")
 
     @property
     def _slots(self) -> float:
@@ -201,9 +211,12 @@ class Ledger:
 
     @property
     def _gathered(self) -> float:
-        """The layer at hand and the next, fetched early."""
-        layers = self.setup.shape.layers
-        return 2 * max(self.setup.itemsize * (la.parameters - la.packed) + la.packed_bytes for la in layers)
+        """The layer at hand and the next, fetched early; DeepSpeed lets more stay than that."""
+        layers, itemsize = self.setup.shape.layers, self.setup.itemsize
+        both = 2 * max(itemsize * (la.parameters - la.packed) + la.packed_bytes for la in layers)
+        if self.setup.engine != "zero-3":
+            return both
+        return max(both, itemsize * min(LIVE_PARAMETERS, sum(la.parameters for la in layers)))
 
     @property
     def _head_gradient(self) -> float:
@@ -337,7 +350,7 @@ class Ledger:
         if setup.gathers:
             causes["gathered parameters"] = 0.0
             causes["gradients"] -= self._head_gradient
-            reduced = own * (4 + max(setup.itemsize, 4 / setup.shards))
+            reduced = own * (4 + max(setup.itemsize, 4 / setup.shards("gradients")))
             causes["gradient buffers"] = reduced + 4 * shape.layers[0].trained
         else:
             causes["gradients"] += own * setup.optimizer.weight_bytes - self._head_gradient
@@ -347,5 +360,5 @@ class Ledger:
         """The optimizer's step."""
         causes = self._state(None)
         causes.pop("gathered parameters", None)
-        causes["gradients"] = self.setup.shape.trained * self.setup.optimizer.gradient_bytes / self.setup.shards
+        causes["gradients"] = self._gradients(self.setup.shape.trained)
         return causes

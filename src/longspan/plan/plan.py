@@ -22,6 +22,7 @@ class Plan:
         max_seq_len: the longest row that fits; None where it was not asked for.
         level: how much is computed again: `graph`, `1F` (attention's forward runs once), `2F` (twice), or two of them.
         memory: what each layer keeps, in which tiles.
+        kv_exchange: how keys come to the queries of other ring ranks in the last batch, and why.
         gpu_bytes, host_bytes: at the fullest moment of a step, by cause, per GPU and per rank.
         seconds: of a step, by cause.
         mfu: what the model must compute (causal attention, nothing twice) over what the GPUs could.
@@ -39,6 +40,7 @@ class Plan:
     engine: str | None = None
     optimizer: str | None = None
     memory: Memory | None = None
+    kv_exchange: str | None = None
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -71,6 +73,8 @@ class Plan:
     def explain(self) -> str:
         """Return the plan for people: one line, and one per further question that it answers."""
         lines = [self.summary()]
+        if self.kv_exchange is not None:
+            lines.append(f"keys and values of the last batch: {self.kv_exchange}")
         if self.max_seq_len is not None:
             lines.append(f"longest row that fits: {self.max_seq_len:,} tokens")
         if self.memory is not None:

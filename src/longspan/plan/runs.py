@@ -72,6 +72,10 @@ class Costs:
         times = (clock.replay_s(layer), clock.rebuild_s(layer), attend, forward, plain, graph_s)
         return (x, out, graph, more, again, *times)
 
+    def longest(self, start: int) -> int:
+        """Return where a run from a layer on must end: the next layer's input may be no layer's output."""
+        return start + 1 if start < self.setup.shape.edited else self.count
+
     @cached_property
     def plain_s(self) -> list[float]:
         """Sums of forward and backward of the first layers, nothing computed again."""

@@ -14,7 +14,15 @@ from longspan.layout import Layout
 from longspan.plan.machine import Cluster
 from longspan.plan.shapes import LayerShape, ModelShape
 
-ENGINES = ("single", "ddp", "fsdp2")
+ENGINES = ("single", "ddp", "fsdp2", "zero-0", "zero-1", "zero-2", "zero-3")
+
+_DIVIDED = {
+    "fsdp2": ("parameters", "gradients", "states"),
+    "zero-1": ("states",),
+    "zero-2": ("gradients", "states"),
+    "zero-3": ("parameters", "gradients", "states"),
+}
+"""What engines divide over all ranks; the others divide nothing."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,7 @@ class Optimizer:
         state_bytes: of moments on the device.
         host_bytes: of master weights and moments in host memory.
         traffic_bytes: read and written in a step, clipping included.
+        standing_bytes: of `gradient_bytes`, what has memory of its own from step to step.
     """
 
     name: str
@@ -35,6 +44,7 @@ class Optimizer:
     state_bytes: float
     host_bytes: float
     traffic_bytes: float
+    standing_bytes: float = 0
 
     @classmethod
     def adamw(cls, itemsize: int) -> Optimizer:
@@ -52,6 +62,27 @@ class Optimizer:
         """
         plain = cls.adamw(trained) if kind == "adamw" else find_optimizer(kind)
         return replace(plain, weight_bytes=weights, gradient_bytes=0 if in_backward else trained)
+
+    @classmethod
+    def under_zero(cls, stage: int, itemsize: int, added_up: int = 4) -> Optimizer:
+        """Return AdamW as DeepSpeed 0.19 holds it: float32 master weights and moments beside the model's weights.
+
+        Only stage 0 steps float32 weights themselves. Stage 1 adds gradients up in whole buffers that stay, where they
+        are of another type than the weights; stage 3 in divided ones that stay. Measured: all tensors, added up.
+
+        Args:
+            itemsize: bytes of a weight of the model, and of its gradient as backward makes it.
+            added_up: bytes of a gradient that is added up over micro-batches.
+        """
+        master = 0 if stage == 0 and itemsize == 4 else 4
+        if stage == 0:
+            gradient, standing = itemsize + master, 0  # float32 gradients are made while it steps
+        elif stage == 1:
+            standing = added_up if added_up != itemsize else 0
+            gradient = itemsize + standing
+        else:
+            gradient, standing = added_up, added_up if stage == 3 else 0
+        return cls("adamw", itemsize, gradient, master + 8, 0, 40 + itemsize, standing)
 
     @property
     def in_backward(self) -> bool:
@@ -124,15 +155,14 @@ class Setup:
         if self.engine not in ENGINES:
             raise ConfigError(f"Unknown engine {self.engine!r}; use {', '.join(ENGINES)}.")
 
-    @property
-    def shards(self) -> int:
-        """Ranks that divide parameters, gradients and optimizer state."""
-        return self.cluster.gpus if self.engine == "fsdp2" else 1
+    def shards(self, what: str) -> int:
+        """Return how many ranks divide the `parameters`, `gradients` or optimizer `states`."""
+        return self.cluster.gpus if what in _DIVIDED.get(self.engine, ()) else 1
 
     @property
     def gathers(self) -> bool:
         """Whether a layer's parameters are gathered for the time it runs."""
-        return self.engine == "fsdp2"
+        return "parameters" in _DIVIDED.get(self.engine, ())
 
     @property
     def data(self) -> int:

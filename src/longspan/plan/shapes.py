@@ -64,6 +64,7 @@ class ModelShape:
         outside_trained: those of them that are trained.
         head: weights of the output head, also where the embedding holds them.
         head_trained: numbers in the head that are trained.
+        edited: first layers whose output is changed before the next one gets it (DeepStack), which must keep it then.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ModelShape:
     outside_trained: int
     head: int
     head_trained: int
+    edited: int = 0
 
     @property
     def parameters(self) -> int:

@@ -147,7 +147,7 @@ def _least(costs: Costs, room: Room, rebuilds: bool) -> list[Run] | None:
     runs, held, start = [], 0.0, 0
     while start < costs.count:
         longest = None
-        for stop in range(start + 1, costs.count + 1 if rebuilds else start + 2):
+        for stop in range(start + 1, (costs.longest(start) if rebuilds else start + 1) + 1):
             run = Run(start, stop, Keep.X, Keep.NONE, Keep.OUT)
             if held + costs.states(run, stop - 1) > room.layers[stop - 1]:
                 break
@@ -281,7 +281,7 @@ def _segments(costs: Costs, room: Room, best_s: float) -> list[list[Stack]]:
         fronts[start] = _undominated(fronts[start])
         for first, rebuilt in ((Keep.X, Keep.X_O), (Keep.X, Keep.OUT), (Keep.X_O, Keep.X_O), (Keep.X_O, Keep.OUT)):
             space = math.inf
-            for stop in range(start + 1, costs.count + 1):
+            for stop in range(start + 1, costs.longest(start) + 1):
                 run = Run(start, stop, first, Keep.NONE, rebuilt)
                 space = min(space, room.layers[stop - 1] - costs.states(run, stop - 1))
                 if space < 0:
@@ -308,14 +308,16 @@ def _undominated(stacks: list[Stack]) -> list[Stack]:
 
 def _chains(costs: Costs, room: Room, start: int, held: float) -> tuple[Run, ...] | None:
     """Return how the layers from `start` on keep their outputs with as many hidden states as fit; None if none do."""
+    single = tuple(Run(i, i + 1, Keep.X_O) for i in range(start, costs.setup.shape.edited))
+    start += len(single)
     count = costs.count - start
     if count == 0:
-        return () if held <= room.after_forward else None
+        return single if _stack_fits(costs, room, single, held, room.after_forward) else None
     low, high, best = 1, count, None
     while low <= high:
         middle = (low + high) // 2
         edges = [start + count * i // middle for i in range(middle + 1)]
-        runs = tuple(Run(a, b, Keep.X_O, Keep.OUT) for a, b in pairwise(edges))
+        runs = single + tuple(Run(a, b, Keep.X_O, Keep.OUT) for a, b in pairwise(edges))
         if _stack_fits(costs, room, runs, held, room.after_forward):
             low, best = middle + 1, runs
         else:

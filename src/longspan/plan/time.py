@@ -6,6 +6,7 @@ figures marked as measured come from one Llama-3-8B layer and whole steps on H20
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -80,6 +81,14 @@ class Clock:
         hidden = setup.compiled and setup.ring == 1 and setup.tiles > 1
         return travel * (0.25 if hidden else 1.0) + self.memory_s(moved * RELAYOUT_PASSES)
 
+    def shifts(self, layer: LayerShape) -> int:
+        """Return how often a layer's keys travel around the ring in one direction.
+
+        A window reaches some pieces back; in a zigzag their ranks lie as far to either side.
+        """
+        others, piece = self.setup.ring - 1, self.setup.tokens / (2 * self.setup.ring)
+        return others if layer.window is None else min(others, 2 * math.ceil((layer.window - 1) / piece))
+
     def ring_s(self, layer: LayerShape) -> tuple[float, float]:
         """Return by how much a ring's shifts outlast the attention that hides them, forward and backward."""
         setup = self.setup
@@ -89,10 +98,10 @@ class Clock:
         crosses = setup.ulysses * setup.ring > setup.cluster.node_gpus
         rate = machine.network_gbs if crosses else machine.link_gbs
         numbers = setup.joined * setup.kv_heads(layer) * (layer.head_dim + layer.v_head_dim)
-        steps = setup.ring - 1
+        steps = self.shifts(layer)
         forward, backward = self.attention_s(layer)
         sent = numbers * steps * setup.itemsize / (rate * 1e9)
-        returned = numbers * setup.ring * 4 / (rate * 1e9)
+        returned = numbers * (steps + 1) * 4 / (rate * 1e9) if steps else 0.0
         return max(0.0, sent - forward), max(0.0, sent + returned - backward)
 
     @property
@@ -161,7 +170,7 @@ class Clock:
     def _gather_s(self, layer: LayerShape) -> float:
         """Return the time of gathering a layer's parameters, which nothing hides outside its turn."""
         setup = self.setup
-        if not setup.gathers or setup.shards == 1:
+        if not setup.gathers or setup.shards("parameters") == 1:
             return 0
         return layer.parameters * setup.itemsize / (setup.cluster.link_gbs * 1e9)
 
@@ -171,7 +180,7 @@ class Clock:
         setup, shape = self.setup, self.setup.shape
         logits = setup.local * shape.vocabulary * 4
         head = self.products_s(shape.head, 2 + min(1.0, shape.head_trained / shape.head))
-        trained = shape.trained / setup.shards
+        trained = shape.trained / setup.shards("states")
         causes = {
             "loss": head + self.memory_s(LOSS_PASSES * logits + 40 * setup.local * shape.hidden),
             "optimizer": self.memory_s(trained * setup.optimizer.traffic_bytes),
@@ -192,11 +201,13 @@ class Clock:
         if setup.cluster.gpus == 1:
             return 0
         rate = setup.cluster.link_gbs * 1e9
-        if setup.engine == "fsdp2":
+        if setup.gathers:
             ends = (shape.outside * setup.itemsize + shape.outside_trained * 4) / rate
             moved = sum(2 * la.parameters * setup.itemsize + 4 * la.trained for la in shape.layers) / rate
+        elif setup.engine.startswith("zero"):  # float32 gradients are reduced, then weights gathered
+            ends, moved = shape.trained * (4 + (4 if setup.engine == "zero-0" else setup.itemsize)) / rate, 0.0
         else:
-            ends = 0.0 if setup.engine == "ddp" else 2 * shape.trained * setup.optimizer.gradient_bytes / rate
-            moved = 2 * shape.trained * setup.optimizer.gradient_bytes / rate if setup.engine == "ddp" else 0.0
+            both = 2 * shape.trained * setup.optimizer.gradient_bytes / rate
+            ends, moved = (0.0, both) if setup.engine == "ddp" else (both, 0.0)
         hiding = sum(self.forward_s(layer) + self.derivative_s(layer) for layer in shape.layers)
         return ends + max(0.0, moved - hiding)

@@ -53,6 +53,10 @@ class Recurrence:
         """Return all tensors."""
         return self.operands()
 
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """Return the operands."""
+        return self.operands()
+
     def operands(self) -> tuple[Tensor, ...]:
         """Return what has a gradient: tokens, then weights."""
         return (self.tokens, *self.weights)

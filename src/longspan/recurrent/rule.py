@@ -146,10 +146,11 @@ class _Chunks:
         before = torch.cat([stretch.entering[:, None], last[:, :-1]], 1)
         numbers, last, before = numbers[:, None], last[:, None, :, None], before[:, None, :, None]  # [B, 1, N, C or 1]
         same = (numbers[..., :, None] == numbers[..., None, :]).tril()
-        sums = g.cumsum(-1)
+        # decays add up within a document: what comes before it must not move it, not even by a rounding
+        sums = (g[..., None, :] * same).sum(-1)
         decay = (sums[..., :, None] - sums[..., None, :]).masked_fill(~same, -torch.inf).exp()
         since = sums.exp() * (numbers == before)
-        until = (sums[..., -1:] - sums).exp() * (numbers == last)
+        until = (sums[..., -1:] - sums).masked_fill(numbers != last, -torch.inf).exp()
         system = (beta[..., None] * k) @ k.mT * decay
         wanted = torch.cat([v, k * since[..., None]], -1) * beta[..., None]
         solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)

@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -149,6 +149,10 @@ class Region:
     def alive(self) -> bool:
         """Whether the tensor lives."""
         return self._buffer() is not None
+
+    def watch(self, died: Callable[[], object]) -> None:
+        """Have something called once the tensor has died, in whatever thread."""
+        weakref.finalize(self._buffer(), died).atexit = False
 
 
 Taken = list[tuple[Tensor, Region]]

@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from longspan.attention.call import Window
 from longspan.errors import ModelError
 
 _TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1}
 """Arguments with one entry per token, and the dim that counts them."""
 
 _EMPTY = ("attention_mask", "past_key_values", "past_key_value")
-"""Arguments that must be absent: neither a mask nor a cache can be cut into tiles."""
+"""Arguments that must be absent: neither a mask nor a cache can be cut into tiles. What stands for a window can."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def _cut(name: str, value: Any, start: int, stop: int) -> Any:
 def _refuse(layer: str, name: str, value: Any, tokens: int) -> None:
     """Raise for an argument that would be wrong in a tile or lose its gradient."""
     if name in _EMPTY:
-        if value is not None:
+        if value is not None and not isinstance(value, Window):
             raise ModelError(f"{layer} is called with {name}, which cannot be divided into tiles.")
         return
     for tensor in pytree.tree_leaves(value):

@@ -126,8 +126,9 @@ class CompiledHalves(Halves):
         if isinstance(found, DeltaNet):
             tokens, *weights = results
             return Recurrence(found, tokens, tuple(weights))  # type: ignore[arg-type]
-        q, k, v = _named(results, wanted)
-        return Request(self.layer, q, k, v, found, {})  # type: ignore[arg-type]
+        given = dict(zip([*wanted, "sinks"], results, strict=False))
+        q, k, v = (given.get(name) for name in "qkv")
+        return Request(self.layer, q, k, v, found.score, window=found.window, sinks=given.get("sinks"))  # type: ignore[arg-type]
 
     def after(self, x: Tensor, kwargs: dict[str, Any], out: Tensor) -> tuple[Tensor, None, Choices | None]:
         """Run the half after attention; the call it answers is not returned."""
@@ -221,19 +222,22 @@ class CompiledHalves(Halves):
         return self.compiler.joints[call.key], call
 
     def differentiate_before(
-        self, x: Tensor, kwargs: dict[str, Any], douts: Sequence[Tensor], need_x: bool, names: frozenset[str]
+        self, x: Tensor, kwargs: dict[str, Any], grads: Sequence[Tensor], need_x: bool, names: frozenset[str]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Differentiate the half before the mixer, of which these are gradients of the first operands: gradients of x
-        and of the parameters."""
+        """Differentiate the half before the mixer: gradients of x and of the parameters.
+
+        Args:
+            grads: of what the call's `differentiable` returns, of the first of these.
+        """
         plain = super().before
 
-        def half(kwargs: dict[str, Any], x: Tensor) -> list[Tensor]:
-            return list(plain(x, kwargs, names).operands()[: len(douts)])
+        def function(inputs: Inputs, x: Tensor, *grads: Tensor) -> list[Tensor | None]:
+            def half(x: Tensor) -> list[Tensor]:
+                return list(plain(x, inputs.kwargs, names).differentiable()[: len(grads)])
 
-        def function(inputs: Inputs, x: Tensor, *douts: Tensor) -> list[Tensor | None]:
-            return inputs.gradients(lambda x: half(inputs.kwargs, x), [x], douts, need_x)
+            return inputs.gradients(half, [x], grads, need_x)
 
-        results, _ = self._run(("before'", need_x), function, kwargs, [x, *douts])
+        results, _ = self._run(("before'", need_x), function, kwargs, [x, *grads])
         dx, *rest = results
         return dx, rest
 
@@ -373,11 +377,6 @@ def _refuse_random(traced: torch.fx.GraphModule) -> None:
 
 def _split(tensors: Sequence[Tensor], own: int, passed: int) -> tuple[Sequence[Tensor], ...]:
     return tensors[:own], tensors[own : own + passed], tensors[own + passed :]
-
-
-def _named(results: Sequence[Tensor], wanted: str) -> list[Tensor | None]:
-    found = dict(zip(wanted, results, strict=True))
-    return [found.get(name) for name in "qkv"]
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attention.call import Request
+from longspan.kernels.protocol import Score
 from longspan.stream.calls import Answer, Capture, Inject, StopLayer
 from longspan.stream.halves import Halves
 
@@ -34,21 +35,23 @@ class DifferentiableHalves:
     ) -> Tensor:
         """Run a layer on x [B, s, d] with `answer` computing its attention -> [B, s, d]."""
         given = {halves.hidden_name: x, **kwargs}
-        q, k, v, scale = self.before(halves.code, halves.layer, given, halves.context, names)
-        out = answer(Request(halves.layer, q, k, v, scale, {}))
+        q, k, v, sinks, *asked = self.before(halves.code, halves.layer, given, halves.context, names)
+        scale, softcap, window = asked
+        out = answer(Request(halves.layer, q, k, v, Score(scale, softcap), window=window, sinks=sinks))
         return self.after(halves.code, halves.layer, given, halves.context, out)
 
 
 def _before(
     code: Code, layer: nn.Module, kwargs: dict[str, Any], context: str, names: frozenset[str]
-) -> tuple[Tensor, Tensor, Tensor, float]:
+) -> tuple[Any, ...]:
     capture = Capture(names)
     try:
         code(layer, **kwargs, **{context: capture})
     except StopLayer:
         pass
     request: Any = capture.request
-    return request.q, request.k, request.v, request.scale
+    score = request.score
+    return request.q, request.k, request.v, request.sinks, score.scale, score.softcap, request.window
 
 
 def _after(code: Code, layer: nn.Module, kwargs: dict[str, Any], context: str, out: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class StreamedCall(Protocol):
     names: frozenset[str]
     recurrent: Recurrent
 
-    def attend_in(self, layer: int) -> Attend:
+    def attend_in(self, layer: int, request: Request) -> Attend:
         """Return what a streamed layer attends with."""
         ...
 
@@ -142,7 +142,6 @@ class Streamed:
         if self.net is not None:
             share = call.shard.share(self.net.heads, self.net.width - 1, device)
             return WholeRecurrence(run, call.recurrent, share, call.passage.stash)
-        attend = call.attend_in(self.index)
-        if call.shard.layout.ring == 1:
-            return PrefixMixing(run, attend, call.shard.tiles, call.shard.layout.length, call.passage.stash)
-        return WholeAttention(run, attend, call.shard.schedule, call.passage.stash)
+        attend_in = functools.partial(call.attend_in, self.index)
+        kind = PrefixMixing if call.shard.layout.ring == 1 else WholeAttention
+        return kind(run, attend_in, call.shard, call.passage.stash)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention.build import Attend
 from longspan.attention.call import Request
-from longspan.attention.ulysses import Ulysses
+from longspan.batch import Shard
 from longspan.comm.pending import Pending
 from longspan.plan.keep import Keep
 from longspan.plan.kept import Tier
+from longspan.stream.attending import AttendIn, Attending
 from longspan.stream.function import Mixing
-from longspan.stream.prefix import Prefix, Tiles
+from longspan.stream.prefix import Prefix
 from longspan.stream.run import Gradients, LayerRun, TileBackward
 from longspan.stream.settings import as_then
 from longspan.stream.stash import Stash
@@ -32,10 +32,9 @@ class PrefixMixing(Mixing):
     kept, and attention's forward if its output is not. Per tile two exchanges in forward and two or three in backward.
     """
 
-    def __init__(self, run: LayerRun, attend: Attend, tiles: Tiles, length: int, stash: Stash) -> None:
-        self.run, self.attend, self.tiles, self.length, self.stash = run, attend, tiles, length, stash
-        self.ulysses: Ulysses | None = None
-        self.scale = 0.0
+    def __init__(self, run: LayerRun, attend_in: AttendIn, shard: Shard, stash: Stash) -> None:
+        self.run, self.attend_in, self.shard, self.stash = run, attend_in, shard, stash
+        self.known: Attending | None = None
         self.counts: list[int] = []  # of the products that each tile keeps
 
     @as_then
@@ -81,15 +80,21 @@ class PrefixMixing(Mixing):
                 walk.before(index + 1)  # its gradients have travelled meanwhile
         walk.before(0)
 
-    def exchange(self, q: Tensor, k: Tensor) -> Ulysses:
-        """Return the layer's head exchange, known from its first tile on."""
-        self.ulysses = self.ulysses or self.attend.ulysses(q, k)
-        return self.ulysses
+    @property
+    def attending(self) -> Attending:
+        """How the layer attends, after its first tile."""
+        assert self.known is not None
+        return self.known
+
+    def learn(self, request: Request) -> Attending:
+        """Return how the layer attends, given the call of a tile."""
+        self.known = self.known or Attending.of(request, self.attend_in(request), self.shard, whole=False)
+        return self.known
 
     def new_prefix(self) -> Prefix:
         """Return empty keys and values."""
-        assert self.ulysses is not None
-        return Prefix(self.ulysses, self.attend.kernel, self.tiles, self.length)
+        how = self.attending
+        return Prefix(how.ulysses, how.attend.kernel, how.shard.tiles, how.shard.layout.length)
 
     def _kept(self, kept: tuple[Tensor, ...]) -> _Kept:
         """Sort what `forward` returned."""
@@ -201,17 +206,17 @@ class _Forward:
 
     def _send(self, index: int, request: Request) -> Pending[list[Tensor]]:
         q, k, v = request.operands()
-        exchange = self.mixing.exchange(q, k)
+        exchange = self.mixing.learn(request).ulysses
         if index == 0:
             self.prefix = self.mixing.new_prefix()
-        self.mixing.scale = request.scale
         return exchange.enter(q, k, v, borrow=self.keep is not Keep.PRODUCTS)
 
     def _attend(self, index: int, coming: Pending[list[Tensor]]) -> Pending[Tensor]:
         """Add a tile to the prefix and attend; its output is on its way back to the ranks of its tokens."""
         q, k, v = coming.wait()
         self.prefix.append(index, k, v)
-        out, lse = self.prefix.forward(index, q, self.mixing.scale)
+        out, lse = self.prefix.forward(index, q, self.mixing.attending.score)
+        lse = self.mixing.attending.absorb_(out, lse)
         if self.keep is Keep.PRODUCTS:
             self.queries.append(q)
         leaving = self.prefix.ulysses.leave(out)
@@ -238,11 +243,11 @@ class _Backward:
 
     def __init__(self, mixing: PrefixMixing, prefix: Prefix, kept: _Kept, gradients: Gradients) -> None:
         self.run, self.prefix, self.kept, self.gradients = mixing.run, prefix, kept, gradients
-        self.scale, self.stash = mixing.scale, mixing.stash
+        self.attending, self.stash = mixing.attending, mixing.stash
         self.queries = bool(kept.queries)
         self.tiles: dict[int, TileBackward] = {}
         self.coming: dict[int, tuple[Pending[list[Tensor]], Tensor]] = {}
-        self.leaving: dict[int, Pending[Any]] = {}
+        self.leaving: dict[int, tuple[Pending[Any], Tensor | None]] = {}
 
     def after(self, index: int) -> None:
         """Differentiate what follows the tile's attention; send off what its attention's backward needs."""
@@ -262,11 +267,14 @@ class _Backward:
         """Differentiate the tile's attention; send its gradients back."""
         coming, lse = self.coming.pop(index)
         q, out, dout = coming.wait()
-        parts = self.prefix.backward(index, dout, q, out, lse, self.scale)
-        self.leaving[index] = self.prefix.ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
+        parts = self.prefix.backward(index, dout, q, out, lse, self.attending.score)
+        leaving = self.prefix.ulysses.leave_gradients(*(part.to(q.dtype) for part in parts))
+        self.leaving[index] = leaving, self.attending.sinks_gradient(dout, out, lse)
 
     def before(self, index: int) -> None:
         """Differentiate what comes before the tile's attention."""
-        dqkv = self.leaving.pop(index).wait()
+        leaving, d_sinks = self.leaving.pop(index)
+        dqkv = leaving.wait()
         dtype = dqkv[0].dtype
-        self.tiles.pop(index).before([part.to(dtype) for part in dqkv])
+        shared = () if d_sinks is None else (d_sinks,)
+        self.tiles.pop(index).before([part.to(dtype) for part in dqkv], shared)

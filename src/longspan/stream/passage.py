@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from longspan.errors import ConfigError
 from longspan.kernels.protocol import wide
 from longspan.plan.keep import Keep, Memory
-from longspan.plan.kept import LayerSize, Operands, Tier, assign, kept_bytes
+from longspan.plan.kept import LayerSize, Operands, Tier, assign, kept_bytes, too_much
 from longspan.stream.stash import Stash
 from longspan.tiling import Ambient
 
@@ -44,13 +45,38 @@ class Passage:
         keep = self.memory.of(layer)
         if self.tiers is None:
             self.autocast = Ambient.capture(x.device, rng=False).autocast_dtype
-            self.tiers = self.assign([self.bytes(i, self.memory.of(i), x) for i in range(len(self.operands))])
+            sizes = [self.bytes(i, self.memory.of(i), x) for i in range(len(self.operands))]
+            self._check_backward(sizes, x)
+            self.tiers = self.assign(sizes)
         stood = self.stash.put(tensors, self.tiers[layer])
         if keep is Keep.PRODUCTS:
             self._learn(layer, x, sum(t.nbytes for t in tensors))
         if tensors and _hooked():
             self.stash.finish()
         return stood
+
+    def _check_backward(self, sizes: Sequence[int], x: Tensor) -> None:
+        """Refuse budgets that may hold what forward keeps, but not what some layer's backward adds to it.
+
+        A layer whose attention output is not kept makes it again in its backward; one that is rebuilt before that may
+        keep more until then. With a ring the output is not put away.
+
+        Raises:
+            ConfigError: with the numbers, before anything has run.
+        """
+        left = self.stash.left()
+        if left.gpu_bytes is None or left.directory is not None:
+            return
+        held = rebuilt = most = 0
+        for layer, size in enumerate(sizes):
+            keep = self.memory.of(layer)
+            held, rebuilt = held + size, rebuilt if keep.rebuilds else 0
+            again = 0 if keep.has_out or keep is Keep.GRAPH else self.bytes(layer, Keep.OUT, x)
+            most = max(most, held + rebuilt + (0 if self.whole else again))
+            if again:
+                rebuilt += self.bytes(layer, self.memory.again(layer, keep), x) - size
+        if most > left.gpu_bytes + left.host_bytes:
+            raise ConfigError(too_much(most, left))
 
     def assign(self, sizes: Sequence[int]) -> list[Tier]:
         """Choose tiers for what consecutive layers keep, beside what is kept now."""

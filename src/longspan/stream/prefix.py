@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from longspan.attention.merge import Merged, Sum
 from longspan.attention.ulysses import Ulysses
-from longspan.kernels.protocol import Kernel, wide
+from longspan.kernels.protocol import Kernel, Score, wide
 from longspan.layout import Piece
-from longspan.mask import Block, Mask, Work
+from longspan.mask import Mask, Work
 from longspan.plan.tiles import KEY_BLOCK_TOKENS
 
 
@@ -23,12 +22,12 @@ class Tiles:
     kernel calls of these against their prefix.
 
     Args:
-        works: for each tile, for each range of its queries, the calls that cover its keys block by block.
+        works: for each tile, its calls; each query's own key is in one that comes before all its others.
     """
 
     local: tuple[Piece, ...]
     joined: tuple[Piece, ...]
-    works: tuple[tuple[tuple[Work, ...], ...], ...]
+    works: tuple[tuple[Work, ...], ...]
 
     @classmethod
     def of(cls, mask: Mask, local: Sequence[Piece], ranks: int) -> Tiles:
@@ -36,19 +35,10 @@ class Tiles:
         joined = tuple(Piece(tile.start * ranks, tile.stop * ranks) for tile in local)
         works = tuple(mask.work([tile], [tile] if tile.start == 0 else [Piece(0, tile.start), tile]) for tile in joined)
         return cls(
-            tuple(local), joined, tuple(tuple(blocks(work, KEY_BLOCK_TOKENS) for work in tile) for tile in works)
+            tuple(local),
+            joined,
+            tuple(tuple(b for work in tile for b in work.blocks(KEY_BLOCK_TOKENS)) for tile in works),
         )
-
-
-def blocks(work: Work, tokens: int) -> tuple[Work, ...]:
-    """Divide a call into calls of at most so many keys each, or as many as it has queries."""
-    queries, keys = work.q.stop - work.q.start, work.k.stop - work.k.start
-    if work.block.varlen or keys <= max(tokens, queries):
-        return (work,)
-    last = work.k.stop - max(queries, (keys - 1) % tokens + 1)  # holds the diagonal
-    edges = [*range(work.k.start, last, tokens), last]
-    before = (Work(work.rows, work.q, slice(a, b), Block(causal=False)) for a, b in pairwise(edges))
-    return *before, Work(work.rows, work.q, slice(last, work.k.stop), Block(work.block.causal))
 
 
 class Prefix:
@@ -83,30 +73,29 @@ class Prefix:
         assert self.k is not None and self.v is not None
         return self.k, self.v
 
-    def forward(self, index: int, q: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, index: int, q: Tensor, score: Score) -> tuple[Tensor, Tensor]:
         """Attend from a tile's queries [B, T, H of this rank, D] to its prefix -> out, lse [B, H, T]."""
         assert self.k is not None and self.v is not None
         merged = Merged(q.shape[:-1] + self.v.shape[-1:], q.dtype)
-        for calls in self.tiles.works[index]:
-            for number, work in enumerate(calls):
-                k, v = self.ulysses.expand(self.k[work.rows, work.k]), self.ulysses.expand(self.v[work.rows, work.k])
-                part = self.kernel.forward(q[work.rows, work.q], k, v, work.block, scale)
-                (merged.add if number else merged.first)(work.rows, work.q, *part)
+        for work in self.tiles.works[index]:
+            k, v = self.ulysses.expand(self.k[work.rows, work.k]), self.ulysses.expand(self.v[work.rows, work.k])
+            part = self.kernel.forward(q[work.rows, work.q], k, v, work.block, score)
+            merged.take(work, *part)
         return merged.result()
 
     def backward(
-        self, index: int, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float
+        self, index: int, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a tile's dq and its final dk and dv, adding those of its prefix to what earlier tiles will return."""
         assert self.k is not None and self.v is not None
         if self.dk is None or self.dv is None:
             self.dk, self.dv = (torch.zeros_like(t, dtype=wide(t.dtype)) for t in (self.k, self.v))
         dq = Sum(q)
-        for work in (work for calls in self.tiles.works[index] for work in calls):
+        for work in self.tiles.works[index]:
             rows, tokens = work.rows, work.q
             k, v = self.ulysses.expand(self.k[rows, work.k]), self.ulysses.expand(self.v[rows, work.k])
             args = (dout[rows, tokens], q[rows, tokens], k, v, out[rows, tokens], lse[rows, :, tokens])
-            part_q, part_k, part_v = self.kernel.backward(*args, work.block, scale)
+            part_q, part_k, part_v = self.kernel.backward(*args, work.block, score)
             dq.add(rows, tokens, part_q)
             self.dk[rows, work.k] += self.ulysses.contract(part_k)
             self.dv[rows, work.k] += self.ulysses.contract(part_v)

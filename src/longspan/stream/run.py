@@ -83,10 +83,10 @@ class LayerRun:
         with self._ambient(index, x.device):
             return self._compiled.differentiate_after(x, self._routed(index), out, douts, **options)
 
-    def differentiate_before(self, index: int, x: Tensor, douts: Sequence[Tensor], need_x: bool) -> Any:
+    def differentiate_before(self, index: int, x: Tensor, grads: Sequence[Tensor], need_x: bool) -> Any:
         """See `CompiledHalves.differentiate_before`."""
         with self._ambient(index, x.device):
-            return self._compiled.differentiate_before(x, self._kwargs(index), douts, need_x, self.names)
+            return self._compiled.differentiate_before(x, self._kwargs(index), grads, need_x, self.names)
 
     @property
     def splits(self) -> bool:
@@ -259,8 +259,8 @@ class EagerTile(TileBackward):
             self.leaf = self.gradients.leaf(self.at)
             self.request = self.run.before(self.index, self.leaf)
         grads = [*douts, *shared]
-        operands = self.request.operands()[: len(grads)]  # tokens come first
-        self.gradients.add(self.at, self.leaf, operands, [d.to(o.dtype) for d, o in zip(grads, operands, strict=True)])
+        outs = self.request.differentiable()[: len(grads)]  # tokens come first
+        self.gradients.add(self.at, self.leaf, outs, [d.to(o.dtype) for d, o in zip(grads, outs, strict=True)])
 
 
 class CompiledTile(TileBackward):

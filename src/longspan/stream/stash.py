@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from longspan.errors import ConfigError, ModelError
 from longspan.plan.keep import Budget
@@ -56,6 +57,11 @@ class _Leaving:
     versions: list[int]
     copying: Copying
 
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(t.nbytes for t in self.tensors)
+
 
 @dataclass(frozen=True)
 class _Coming:
@@ -74,6 +80,8 @@ class Stash:
     events. What leaves is let go when the next layer's is put: by then its copy had a layer's time, and the GPU, not
     the host, waits for it. Only the file's thread keeps the host waiting, if the file is slow.
 
+    Cost: of the host's time, what the tensors at hand take, however many others are held: what dies leaves word.
+
     Args:
         portion: bytes of host memory pinned at a time; `chunk` of each buffer in front of the file.
     """
@@ -86,10 +94,14 @@ class Stash:
         if budget.directory is not None:
             self._stores[Tier.FILE] = FileStore(FileArena(budget.directory), device, chunk)
         self.products: dict[int, float] = {}  # bytes per token of the products that each layer keeps, once known
+        self._closed: dict[Tier, Store] = {}  # that tensors still lie in
         self._usage = Usage()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, int] = {}  # bytes of each on the device
         self._places: dict[int, _Place] = {}  # by the address of the tensor that stands for it
-        self._leaving: list[_Leaving] = []
+        self._dead_storages: deque[int] = deque()  # tensors die anywhere, in any thread
+        self._dead_places: deque[int] = deque()
+        self._held_bytes = self._moving_bytes = 0
+        self._leaving: deque[_Leaving] = deque()
         self._coming: dict[int, _Coming] = {}  # by the same address
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stash:
@@ -164,8 +176,7 @@ class Stash:
         while self._leaving:
             self._let_go()
         for address in [a for a, coming in self._coming.items() if not coming.region.alive]:
-            coming = self._coming.pop(address)
-            coming.copying.join()  # before its memory goes
+            self._arrived(address)
 
     def finish(self) -> None:
         """Let the host wait until all that leaves has left, so that anybody may read it there."""
@@ -175,13 +186,15 @@ class Stash:
     def close(self) -> None:
         """Give back host memory and the file as soon as no tensor needs them; what is put from now on stays."""
         self.settle()
-        self._measure()  # forgets tensors that have died, with the memory that they were in
-        self._stores.clear()
+        self._closed |= self._stores
+        self._stores = {}
         self.budget = Budget()
+        self._collect()  # with tensors that have died, the memory that they were in
 
     def _let_go(self) -> None:
         """Let go of what left first, once it has."""
-        item = self._leaving.pop(0)
+        item = self._leaving.popleft()
+        self._moving_bytes -= item.nbytes
         item.copying.join()
         if item.versions != [t._version for t in item.tensors]:
             raise ModelError(
@@ -189,19 +202,24 @@ class Stash:
                 "let layers keep them on the GPU, or change a copy."
             )
 
-    @property
-    def _moving(self) -> int:
-        """Bytes on the device that are on their way."""
-        out = sum(t.nbytes for item in self._leaving for t in item.tensors)
-        return out + sum(coming.tensor.nbytes for coming in self._coming.values())
+    def _arrived(self, address: int) -> Tensor:
+        """Return what came in for a tensor, which it is no longer held for."""
+        coming = self._coming.pop(address)
+        self._moving_bytes -= coming.tensor.nbytes
+        coming.copying.join()  # before its memory goes
+        return coming.tensor
 
     def _stay(self, tensors: list[Tensor]) -> list[Tensor] | None:
+        self._collect()
         storages = {s._cdata: s for s in (t.untyped_storage() for t in tensors) if s._cdata not in self._storages}
         if self.budget.gpu_bytes is not None:
             more, left = sum(s.nbytes() for s in storages.values()), self.left().gpu_bytes
             if left is not None and more > left:
                 return None
-        self._storages |= {key: (StorageWeakRef(s), s.nbytes()) for key, s in storages.items()}
+        for key, storage in storages.items():  # a storage's object in Python lives as long as the storage
+            weakref.finalize(storage, self._dead_storages.append, key).atexit = False
+            self._storages[key] = storage.nbytes()
+            self._held_bytes += storage.nbytes()
         return tensors
 
     def _leave(self, tensors: list[Tensor], tier: Tier) -> list[Tensor] | None:
@@ -217,11 +235,13 @@ class Stash:
         for lot in lots:
             copying = store.leave(sources[lot], [region for _, region in taken[lot]])
             self._leaving.append(_Leaving(sources[lot], [t._version for t in sources[lot]], copying))
+            self._moving_bytes += self._leaving[-1].nbytes
         del full, sources
-        while limit is not None and self._leaving and self._moving > limit:
+        while limit is not None and self._leaving and self._moving_bytes > limit:
             self._let_go()
         for stand_in, region in taken:
             self._places[stand_in.data_ptr()] = _Place(store, region, stand_in.dtype, stand_in.shape)
+            region.watch(partial(self._dead_places.append, stand_in.data_ptr()))
         rest = iter(stand_in for stand_in, _ in taken)
         return [next(rest) if t.numel() else t for t in tensors]
 
@@ -242,29 +262,38 @@ class Stash:
             return
         limit = self.budget.moving_bytes
         size = sum(place.nbytes for wanted in stores.values() for _, place in wanted)
-        if early and limit is not None and self._moving + size > limit:
+        if early and limit is not None and self._moving_bytes + size > limit:
             return
         for store, wanted in stores.items():
             targets = [torch.empty(place.shape, dtype=place.dtype, device=self.device) for _, place in wanted]
             copying = store.come(targets, [place.region for _, place in wanted])
             for (address, place), target in zip(wanted, targets, strict=True):
                 if address in self._coming:
-                    self._coming[address].copying.join()
+                    self._arrived(address)
                 self._coming[address] = _Coming(target, place.region, copying)
+                self._moving_bytes += target.nbytes
         self._measure()
 
     def _arrive(self, stood: Tensor) -> Tensor:
         if self._place(stood) is None:
             return stood if stood.device.type == self.device.type else stood.to(self.device)  # a hook's copy
-        coming = self._coming.pop(stood.data_ptr())
-        coming.copying.join()
-        return coming.tensor
+        return self._arrived(stood.data_ptr())
+
+    def _collect(self) -> None:
+        """Forget tensors that have died, and closed stores that no other lies in."""
+        while self._dead_storages:
+            self._held_bytes -= self._storages.pop(self._dead_storages.popleft())
+        while self._dead_places:
+            address = self._dead_places.popleft()
+            if address in self._places and not self._places[address].region.alive:  # else another lies there by now
+                del self._places[address]
+        if not self._places:
+            self._closed.clear()
 
     def _measure(self) -> None:
-        self._storages = {key: ref for key, ref in self._storages.items() if not ref[0].expired()}
-        self._places = {address: place for address, place in self._places.items() if place.region.alive}
-        self._usage.record(Tier.GPU, sum(count for _, count in self._storages.values()))
-        stores = {place.store.tier: place.store for place in self._places.values()} | self._stores
+        self._collect()
+        self._usage.record(Tier.GPU, self._held_bytes)
+        stores = self._closed | self._stores
         for tier in (Tier.HOST, Tier.FILE):
             self._usage.record(tier, stores[tier].arena.used() if tier in stores else 0)
-        self._usage.record(MOVING, self._moving)
+        self._usage.record(MOVING, self._moving_bytes)

@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.build import Attend
-from longspan.attention.ring import Ring
-from longspan.attention.schedule import Schedule
-from longspan.attention.ulysses import Ulysses
+from longspan.batch import Shard
 from longspan.plan.keep import Keep
 from longspan.recurrent.build import Recurrent, Share
 from longspan.recurrent.call import DeltaNet
+from longspan.stream.attending import AttendIn, Attending
 from longspan.stream.function import Mixing
 from longspan.stream.run import Gradients, LayerRun
 from longspan.stream.settings import as_then
@@ -119,40 +117,45 @@ class WholeAttention(WholeMixing):
 
     operands, results = 3, 2
 
-    def __init__(self, run: LayerRun, attend: Attend, schedule: Schedule, stash: Stash) -> None:
+    def __init__(self, run: LayerRun, attend_in: AttendIn, shard: Shard, stash: Stash) -> None:
         super().__init__(run, stash)
-        self.attend, self.schedule = attend, schedule
-        self.ring = Ring(attend.kernel, attend.mesh.ring)
-        self.scale = 0.0
-        self.ulysses: Ulysses | None = None
+        self.attend_in, self.shard = attend_in, shard
+        self.known: Attending | None = None
 
     def capture(self, x: Tensor) -> Operands:
         """Return q, k and v of all tokens and this rank's heads."""
         parts = []
         for index, at in enumerate(self.run.tiles):
             request = self.run.before(index, x[:, at.start : at.stop])
-            self.scale = request.scale
+            self.known = self.known or Attending.of(request, self.attend_in(request), self.shard, whole=True)
             parts.append(request.operands())
         q, k, v = (torch.cat(tensors, 1) for tensors in zip(*parts, strict=True))
-        self.ulysses = self.attend.ulysses(q, k, self.schedule.parts)
-        return tuple(self.ulysses.enter(q, k, v).wait())
+        return tuple(self._how.ulysses.enter(q, k, v).wait())
 
     def mix(self, operands: Operands) -> tuple[Tensor, ...]:
         """Attend over the whole sequence -> out of this rank's tokens, lse of its heads."""
-        (q, k, v), ulysses = operands, self.ulysses
-        assert ulysses is not None
-        out, lse = self.ring.forward(q, ulysses.expand(k), ulysses.expand(v), self.schedule, self.scale)
+        (q, k, v), how = operands, self._how
+        ulysses = how.ulysses
+        out, lse = how.exchange.forward(q, ulysses.expand(k), ulysses.expand(v), how.shard.schedule, how.score)
+        lse = how.absorb_(out, lse)
         return ulysses.leave(out).wait(), lse
 
     def differentiate(self, dout: Tensor, operands: Operands, results: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
-        """Return dq, dk and dv of this rank's tokens."""
-        (q, k, v), (out, lse), ulysses = operands, results, self.ulysses
-        assert ulysses is not None
+        """Return dq, dk and dv of this rank's tokens, and its part of the sinks' gradient if there are any."""
+        (q, k, v), (out, lse), how = operands, results, self._how
+        ulysses = how.ulysses
         out, dout = ulysses.enter_queries(out, dout).wait()
         saved = (q, ulysses.expand(k), ulysses.expand(v), out, lse)
-        dq, dk, dv = self.ring.backward(dout, saved, self.schedule, self.scale)
+        dq, dk, dv = how.exchange.backward(dout, saved, how.shard.schedule, how.score)
+        d_sinks = how.sinks_gradient(dout, out, lse)
         parts = (dq, ulysses.contract(dk), ulysses.contract(dv))
-        return list(ulysses.leave_gradients(*(part.to(q.dtype) for part in parts)).wait()), []
+        dqkv = ulysses.leave_gradients(*(part.to(q.dtype) for part in parts)).wait()
+        return list(dqkv), [] if d_sinks is None else [d_sinks]
+
+    @property
+    def _how(self) -> Attending:
+        assert self.known is not None
+        return self.known
 
 
 class WholeRecurrence(WholeMixing):

@@ -15,6 +15,7 @@ from longspan.errors import ConfigError, TrainingError
 
 METRICS = "metrics.jsonl"
 MODEL = "model"
+CHECKPOINTS = "checkpoints"
 
 
 def check_output(output_dir: Path, overwrite: bool, name: str = "output_dir") -> None:
@@ -37,9 +38,10 @@ def check_output(output_dir: Path, overwrite: bool, name: str = "output_dir") ->
 
 
 def clear_output(output_dir: Path) -> None:
-    """Remove what an earlier run left: its metrics and its model, nothing else."""
+    """Remove what an earlier run left: its metrics, its model and its checkpoints, nothing else."""
     (output_dir / METRICS).unlink(missing_ok=True)
     shutil.rmtree(output_dir / MODEL, ignore_errors=True)
+    shutil.rmtree(output_dir / CHECKPOINTS, ignore_errors=True)
 
 
 def full_state(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import longspan
 from longspan.config import RunConfig
-from longspan.engines import Engine, build_engine
+from longspan.engines import Engine, StepsItself, build_engine
 from longspan.errors import ConfigError, TrainingError
 from longspan.integrations.adapters import add_adapter, is_adapted
 from longspan.integrations.models import build_model
@@ -25,12 +26,15 @@ from longspan.integrations.tokenizer import load_tokenizer
 from longspan.mesh import Mesh
 from longspan.optim import Stepping, build_optimizer, choose_stepping
 from longspan.plan.keep import Keep, Memory
-from longspan.train.checkpoint import METRICS, MODEL, clear_output, save_model
+from longspan.train.checkpoint import CHECKPOINTS, METRICS, MODEL, clear_output, save_model
+from longspan.train.checkpoints import Checkpoints
 from longspan.train.data import Corpus
 from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_bytes, peak_flops
 from longspan.train.packing import Recipe, Step, steps
 from longspan.train.progress import Progress
+from longspan.train.resume import StopRequest, check_identity, identity, saveable
 from longspan.train.schedule import learning_rate
+from longspan.train.state import read_state, write_state
 from longspan.weights import whole_shape
 
 
@@ -58,9 +62,16 @@ class Trainee:
         """Axes of the run."""
         return self.handle.mesh
 
+    def close(self) -> None:
+        """Have the engine let go of the model, if it holds more of it than torch knows."""
+        if isinstance(self.engine, StepsItself):
+            self.engine.close()
 
-def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None) -> Path:
-    """Train as told and return the output folder; every process of the run calls this.
+
+def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None) -> int:
+    """Train as told and return the last step, which is `max_steps` unless SIGTERM came; every process calls this.
+
+    After SIGTERM, on whichever process, all finish the step, write a checkpoint and leave.
 
     Args:
         device: of this process.
@@ -74,8 +85,22 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
     tokenizer = load_tokenizer(config.data.tokenizer)
     trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
     if progress is not None:
-        clear_output(output_dir)
+        if not config.resume:
+            clear_output(output_dir)
         progress.note(_introduce(config, trainee))
+    with closing(trainee), progress or nullcontext(), StopRequest(saveable(config)) as stop:
+        last = _run_steps(config, corpus, trainee, progress, stop)
+        if config.save.final and last == config.max_steps:
+            model, write = trainee.model, writer(trainee.model, tokenizer, config)
+            save_model(model, output_dir / MODEL, write, trainee.engine.whole, trained=is_adapted(model))
+    return last
+
+
+def _run_steps(
+    config: RunConfig, corpus: Corpus, trainee: Trainee, progress: Progress | None, stop: StopRequest
+) -> int:
+    """Take all steps that are left, saving as told; return the last one's number."""
+    output_dir = Path(config.output_dir)
     file = MetricsFile(output_dir / METRICS)
     recipe = Recipe(
         config.sequence_length,
@@ -86,17 +111,70 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
         replicas=trainee.mesh.data.size,
         seed=config.seed,
     )
-    todo = itertools.islice(steps(corpus, recipe, trainee.mesh.data.rank), config.max_steps)
-    with progress or nullcontext():
-        for number, step in enumerate(todo, 1):
-            row = _run_step(trainee, step, number, config)
+    saver = Saver(config, corpus, trainee)
+    number = saver.resume(file, progress) if config.resume else 0
+    rows = saver.rows
+    todo = itertools.islice(steps(corpus, recipe, trainee.mesh.data.rank, rows), config.max_steps - number)
+    for step in todo:
+        number, rows = number + 1, rows + recipe.step_rows
+        row, stops = _run_step(trainee, step, number, config, stop)
+        if progress is not None:
+            file.write(row)
+            progress.step(row)
+        stops = stops and number < config.max_steps
+        if stops or (config.save.every is not None and number % config.save.every == 0):
+            saver.save(number, rows)
+        if stops:
             if progress is not None:
-                file.write(row)
-                progress.step(row)
-    if config.save.final:
-        write = writer(trainee.model, tokenizer, config)
-        save_model(trainee.model, output_dir / MODEL, write, trainee.engine.whole, trained=is_adapted(trainee.model))
-    return output_dir
+                progress.note(f"stopped by SIGTERM after step {number}, which is saved; --resume goes on from it")
+            break
+    return number
+
+
+class Saver:
+    """Writes a run's checkpoints, and goes on from the last.
+
+    Args:
+        rows: of the data, that the steps before have taken.
+    """
+
+    def __init__(self, config: RunConfig, corpus: Corpus, trainee: Trainee) -> None:
+        self._checkpoints = Checkpoints(Path(config.output_dir) / CHECKPOINTS, config.save.keep)
+        self._trainee = trainee
+        self._identity = lru_cache(
+            lambda: identity(config, corpus, trainee.engine.name, trainee.mesh.world.size)
+        )  # reads all tokens, so only where it is needed
+        self.rows = 0
+
+    def save(self, step: int, rows: int) -> None:
+        """Write a checkpoint. Collective."""
+        about = {"rows": rows, "identity": self._identity()}
+        self._checkpoints.save(step, about, lambda folder: write_state(folder, *self._state))
+
+    def resume(self, file: MetricsFile, progress: Progress | None) -> int:
+        """Go on from the last checkpoint that is whole, if there is one; return its step, else 0. Collective.
+
+        Raises:
+            ConfigError: it is another run's.
+            TrainingError: it cannot be read.
+        """
+        tell = (lambda text: None) if progress is None else progress.note
+        saved = self._checkpoints.latest(tell)
+        if saved is None:
+            tell("there is no checkpoint to go on from: beginning")
+            return 0
+        check_identity(saved, self._identity())
+        read_state(saved.folder, *self._state)
+        self.rows = int(saved.about["rows"])
+        if progress is not None:
+            file.go_on(saved.step)
+        tell(f"going on after step {saved.step}")
+        return saved.step
+
+    @property
+    def _state(self) -> tuple[nn.Module, Engine, Stepping, torch.device]:
+        trainee = self._trainee
+        return trainee.model, trainee.engine, trainee.stepping, trainee.device
 
 
 def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
@@ -116,6 +194,7 @@ def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
         config.sequence_parallel_size,
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
+        kv_exchange=config.kv_exchange,
         kernel=config.kernel,
         memory="auto" if config.memory.keep == "auto" else Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
         grad_reduction=engine.grad_reduction,
@@ -152,7 +231,8 @@ def _stepping(module: nn.Module, engine: Engine, config: RunConfig) -> Stepping:
     return choose_stepping(optimizer, engine, options.step_in_backward, options.max_grad_norm)
 
 
-def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig) -> Row:
+def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig, stop: StopRequest) -> tuple[Row, bool]:
+    """Take a step; return its record, and whether some process has been told to stop."""
     start_s = time.perf_counter()
     lr = learning_rate(number, config)
     trainee.stepping.begin(lr)
@@ -169,13 +249,13 @@ def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig) -> R
             f"Lower optimizer.lr ({config.optimizer.lr:g}), lengthen schedule.warmup_steps, or look at the data."
         )
     trainee.stepping.finish()
-    gpu_bytes, host_bytes = peak_bytes(trainee.device, trainee.mesh)
+    gpu_bytes, host_bytes, stops = peak_bytes(trainee.device, trainee.mesh, stop.came)
     step_s = time.perf_counter() - start_s
     peak = peak_flops(trainee.device)
     mfu = None
     if peak is not None and trainee.work is not None:
         mfu = trainee.work.flops(step.documents_tokens) / (peak * trainee.mesh.world.size * step_s)
-    return Row(
+    row = Row(
         step=number,
         loss=loss_value,
         grad_norm=norm_value,
@@ -187,6 +267,7 @@ def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig) -> R
         peak_host_bytes=host_bytes,
         step_s=step_s,
     )
+    return row, stops
 
 
 def _backward(trainee: Trainee, step: Step) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from longspan.integrations.shapes import layer_window
 from longspan.mesh import Mesh
 from longspan.stream.quantized import packed_size
 
@@ -54,6 +56,15 @@ class MetricsFile:
         self._path = path
         self._started = False
 
+    def go_on(self, step: int) -> None:
+        """Keep the rows of an earlier run up to a step, and append to them."""
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(self._path)
+        self._started = True
+
     def write(self, row: Row) -> None:
         """Write one row, whole, so that a reader never sees half of it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,18 +81,22 @@ class Work:
         parameters: weights that a token is multiplied with, embedding look-ups left out, chosen experts only.
         frozen: those of them that get no gradient.
         attention_width: sum over layers of heads x (query width + value width).
+        windows: for windows in tokens, the same sum over the layers that see so many; they are not in attention_width.
     """
 
     parameters: int
     attention_width: int
     frozen: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
 
     def flops(self, documents_tokens: Sequence[int]) -> float:
         """Count forward and backward of these documents: 6 per weight and token, 4 if it is frozen, and attention to
         what is visible."""
         tokens = sum(documents_tokens)
-        pairs = sum(n * n for n in documents_tokens) / 2
-        return (6.0 * self.parameters - 2.0 * self.frozen) * tokens + 6.0 * self.attention_width * pairs
+        attention = self.attention_width * sum(n * n for n in documents_tokens) / 2
+        for window, width in self.windows:
+            attention += width * sum(n * n / 2 if n <= window else window * (n - window / 2) for n in documents_tokens)
+        return (6.0 * self.parameters - 2.0 * self.frozen) * tokens + 6.0 * attention
 
 
 def model_work(model: nn.Module, config: Any) -> Work | None:
@@ -90,9 +105,8 @@ def model_work(model: nn.Module, config: Any) -> Work | None:
     Args:
         config: the Hugging Face config of the text model.
     """
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return None
-    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+    known = ("full_attention", "sliding_attention")
+    if any(kind not in known for kind in getattr(config, "layer_types", None) or ()):
         return None
     experts: int = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     chosen: int = getattr(config, "num_experts_per_tok", None) or 1
@@ -111,7 +125,9 @@ def model_work(model: nn.Module, config: Any) -> Work | None:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     query = getattr(config, "qk_head_dim", None) or width
     value = getattr(config, "v_head_dim", None) or width
-    return Work(parameters, config.num_hidden_layers * heads * (query + value), frozen)
+    layers = Counter(layer_window(config, i) for i in range(config.num_hidden_layers))
+    windows = tuple((window, count * heads * (query + value)) for window, count in layers.items() if window is not None)
+    return Work(parameters, layers[None] * heads * (query + value), frozen, windows)
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -122,16 +138,16 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
 
 
-def peak_bytes(device: torch.device, mesh: Mesh) -> tuple[int, int]:
-    """Return the peak of GPU and of host memory of a process, the largest over `mesh.world`.
+def peak_bytes(device: torch.device, mesh: Mesh, stop: bool = False) -> tuple[int, int, bool]:
+    """Return the peak of GPU and of host memory of a process, the largest over `mesh.world`, and whether any stops.
 
-    Cost: one all-reduce of two numbers.
+    Cost: one all-reduce of three numbers.
     """
     gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     unit = 1 if sys.platform == "darwin" else 1024
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    both = torch.tensor([gpu, host], dtype=torch.int64, device=device)
+    numbers = torch.tensor([gpu, host, stop], dtype=torch.int64, device=device)
     if mesh.world.group is not None:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=mesh.world.group)
-    gpu, host = both.tolist()
-    return gpu, host
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=mesh.world.group)
+    gpu, host, stops = numbers.tolist()
+    return gpu, host, bool(stops)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -52,14 +53,22 @@ class Recipe:
     replicas: int = 1
     seed: int = 0
 
+    @property
+    def step_rows(self) -> int:
+        """Rows of an optimizer step."""
+        return self.rows * self.accumulation * self.replicas
 
-def steps(corpus: Corpus, recipe: Recipe, replica: int) -> Iterator[Step]:
+
+def steps(corpus: Corpus, recipe: Recipe, replica: int, rows_before: int = 0) -> Iterator[Step]:
     """Yield optimizer steps without end, epoch after epoch.
 
     A step's rows are dealt to replicas in turn, so replicas never share a row, and replicas x accumulation alone
     decides what a step trains on.
+
+    Args:
+        rows_before: rows that earlier steps have taken.
     """
-    source = _rows(corpus.lengths_tokens, recipe)
+    source = islice(_rows(corpus.lengths_tokens, recipe), rows_before, None)
     while True:
         micro_batches, num_items, lengths = [], 0, []
         for _ in range(recipe.accumulation):

@@ -25,7 +25,7 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
     Raises:
         LongspanError: the first of them that cannot work.
     """
-    check_output(Path(config.output_dir), config.overwrite)
+    check_output(Path(config.output_dir), config.overwrite or config.resume)
     check_kind(config.optimizer.kind)
     engine = build_engine(
         config.engine, world_size, None if config.compute_dtype is None else getattr(torch, config.compute_dtype)

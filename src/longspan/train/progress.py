@@ -23,7 +23,7 @@ class Progress:
 
     def __init__(self, stream: TextIO, max_steps: int, every: int = 1) -> None:
         self._stream, self._max_steps, self._every = stream, max_steps, every
-        self._elapsed_s = 0.0
+        self._elapsed_s, self._taken = 0.0, 0
         self._live = Live(console=Console(file=stream), auto_refresh=False) if stream.isatty() else None
 
     def __enter__(self) -> Self:
@@ -44,10 +44,10 @@ class Progress:
 
     def step(self, row: Row) -> None:
         """Show a step."""
-        self._elapsed_s += row.step_s
+        self._elapsed_s, self._taken = self._elapsed_s + row.step_s, self._taken + 1
         if row.step % self._every and row.step not in (1, self._max_steps):
             return
-        text = describe(row, self._max_steps, self._elapsed_s)
+        text = describe(row, self._max_steps, self._elapsed_s * row.step / self._taken)
         if self._live is not None:
             self._live.update(Text(text), refresh=True)
         else:

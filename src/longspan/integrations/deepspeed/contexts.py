@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ class _Seen:
     parts: tuple[Tensor | None, ...]
     versions: tuple[int | None, ...]
     schedule: Schedule
+    views: dict[int | None, Schedule] = field(default_factory=dict)
+
+    def within(self, window: int | None) -> Schedule:
+        """Return the kernel calls for layers whose tokens see so many tokens, worked out once for all of them."""
+        if window not in self.views:
+            whole, mask = self.schedule, self.schedule.mask.within(window)
+            self.views[window] = whole if mask == whole.mask else Schedule.of(mask, whole.layout, whole.ring_rank)
+        return self.views[window]
 
     def of(self, parts: Sequence[Tensor | None]) -> bool:
         """Whether it was made of these tensors, or of other views of the same memory, unchanged."""
@@ -50,13 +58,14 @@ class Contexts:
         self.mesh, self.seq_length = mesh, seq_length
         self._seen: deque[_Seen] = deque(maxlen=_IN_FLIGHT)
 
-    def schedule(self, positions: Tensor, padding: Tensor | None, tokens: int) -> Schedule:
+    def schedule(self, positions: Tensor, padding: Tensor | None, tokens: int, window: int | None = None) -> Schedule:
         """Return the kernel calls of a micro-batch.
 
         Args:
             positions: position ids [B, s] of this rank's tokens.
             padding: [B, s], false for padding, or None.
             tokens: s, what attention was given.
+            window: tokens that each token sees, itself included; None for all before it.
 
         Cost: for a new micro-batch two small all-gathers over the sequence, and a host sync.
 
@@ -66,7 +75,7 @@ class Contexts:
         parts = (positions, padding)
         for seen in self._seen:
             if seen.of(parts):
-                return seen.schedule
+                return seen.within(window)
         if positions.dim() != 2 or positions.shape[1] != tokens:
             raise BatchError(
                 f"position_ids must be [B, {tokens}] like the tokens of this rank, got {list(positions.shape)}."
@@ -74,7 +83,7 @@ class Contexts:
         schedule = self._make(positions, padding)
         versions = tuple(None if part is None else part._version for part in parts)
         self._seen.append(_Seen(parts, versions, schedule))
-        return schedule
+        return self._seen[-1].within(window)
 
     def _make(self, positions: Tensor, padding: Tensor | None) -> Schedule:
         axis, tokens = self.mesh.sequence, positions.shape[1]

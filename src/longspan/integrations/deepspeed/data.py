@@ -60,14 +60,15 @@ class UlyssesSPDataLoaderAdapter:
         self._waiting: deque[dict[str, Any]] = deque()
         self._read = 0
         self._before: dict[str, Any] | None = None
-        self._resume: tuple[int, int] | None = None
+        self._resume: dict[str, Any] | None = None  # a loaded state, until iteration goes on from it
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size  # type: ignore[arg-type]
 
     def __iter__(self) -> UlyssesSPDataLoaderAdapter:
         """Begin an epoch, or go on from a loaded state."""
-        self._source = None
+        self._source, self._read = None, 0
+        self._waiting.clear()
         return self
 
     def __next__(self) -> dict[str, Any]:
@@ -79,6 +80,8 @@ class UlyssesSPDataLoaderAdapter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where iteration stands; the inner loader's own state comes with it if it keeps one."""
+        if self._resume is not None:
+            return dict(self._resume)
         used = self.sp_world_size - len(self._waiting) if self._waiting else 0
         batches = self._read - 1 if used else self._read
         inner = getattr(self.dl, "state_dict", None)
@@ -90,7 +93,7 @@ class UlyssesSPDataLoaderAdapter:
         """Go on from `state_dict` at the next iteration."""
         if "inner" in state:
             self.dl.load_state_dict(state["inner"])  # type: ignore[attr-defined]
-        self._resume = (int(state.get("batches", 0)), int(state["used"]))
+        self._resume = dict(state)
         self._source = None
 
     def _begin(self) -> None:
@@ -99,8 +102,9 @@ class UlyssesSPDataLoaderAdapter:
         self._read = self.dropped = 0
         if self._resume is None:
             return
-        (batches, used), self._resume = self._resume, None
-        for _ in range(batches):
+        state, self._resume = self._resume, None
+        used = int(state["used"])
+        for _ in range(int(state.get("batches", 0))):
             next(self._source, None)
             self._read += 1
         if used:

@@ -13,18 +13,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longspan.attention.build import Attend
-from longspan.attention.call import Request, autocast
+from longspan.attention.call import Request
 from longspan.attention.schedule import Schedule
 from longspan.engines.mpu import MPU
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.deepspeed.contexts import Contexts
 from longspan.integrations.deepspeed.losses import Losses
 from longspan.integrations.deepspeed.masks import Deferred, MaskEntry
+from longspan.integrations.transformers.attention import masked, request_of
 from longspan.kernels.protocol import Kernel
 from longspan.kernels.protocol import Request as KernelRequest
 from longspan.kernels.select import pick
 
-_REFUSED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask", "indices")
+_REFUSED = ("sinks", "position_bias", "alibi", "head_mask", "indices")
 """Arguments by which layers of transformers' models change what attention computes; others are only handed through."""
 
 _DIVISIBLE_LAYERS = frozenset({"full_attention", "attention", "moe", "mlp", "dense", "sparse"})
@@ -52,12 +53,14 @@ class Registration:
     disable_in_eval: bool
     kernels: dict[KernelRequest, Kernel] = field(default_factory=dict)
 
-    def kernel_for(self, q: Tensor, v: Tensor) -> Kernel:
-        """Return the kernel that serves these operands [B, S, H, D], picked once."""
-        request = KernelRequest(q.device, q.dtype, q.shape[-1], v.shape[-1], varlen=self.kernel in ("auto", "sdpa"))
-        if request not in self.kernels:
-            self.kernels[request] = pick(self.kernel, request)
-        return self.kernels[request]
+    def kernel_for(self, request: Request) -> Kernel:
+        """Return the kernel that serves a layer's call, picked once."""
+        kind, packed = request.kind, self.kernel in ("auto", "sdpa")
+        demands = {"varlen": packed, "window": kind.window, "softcap": kind.softcap}
+        wanted = KernelRequest(request.q.device, request.q.dtype, kind.head_dim, kind.v_head_dim, **demands)
+        if wanted not in self.kernels:
+            self.kernels[wanted] = pick(self.kernel, wanted)
+        return self.kernels[wanted]
 
 
 class Interception:
@@ -93,14 +96,10 @@ class Interception:
         registration = self._registration(module)
         if registration.disable_in_eval and not module.training:
             return self._plain(module, query, key, value, attention_mask, kwargs)
-        scaling = kwargs.pop("scaling", None)
-        scale = query.shape[-1] ** -0.5 if scaling is None or isinstance(scaling, Tensor) else float(scaling)
-        request = Request(module, autocast(query), autocast(key), autocast(value), scale, kwargs)
-        padding = _check(request, attention_mask, scaling)
+        request, padding = _checked(request_of(module, query, key, value, kwargs), attention_mask)
         schedule = self._schedule(registration, request, padding)
-        q, k, v = request.operands()
-        attend = Attend(registration.mpu.mesh, registration.kernel_for(q, v))
-        return attend(q, k, v, schedule, scale), None
+        attend = Attend(registration.mpu.mesh, registration.kernel_for(request))
+        return attend(*request.operands(), schedule, request.score, request.sinks), None
 
     def _schedule(self, registration: Registration, request: Request, padding: Tensor | None) -> Schedule:
         positions = request.extra.get("position_ids")
@@ -114,7 +113,7 @@ class Interception:
             _check_config(getattr(request.module, "config", None), request.layer)
             self.losses.guard_caller()
             self._known.add(request.module)
-        return registration.contexts.schedule(positions, padding, tokens)
+        return registration.contexts.schedule(positions, padding, tokens, request.window)
 
     def _registration(self, module: nn.Module) -> Registration:
         """Find what was asked for the model that a layer belongs to."""
@@ -157,43 +156,29 @@ def identity_of(config: Any) -> tuple[Any, ...]:
     return (text.model_type, *(getattr(text, name, None) for name in names))
 
 
-def _check(request: Request, mask: Any, scaling: Any) -> Tensor | None:
-    """Refuse calls that would not be exact, and return which of this rank's tokens are real, if the model was told."""
+def _checked(request: Request, mask: Any) -> tuple[Request, Tensor | None]:
+    """Refuse calls that would not be exact -> the call with its window, and which of this rank's tokens are real, if
+    the model was told."""
     for name in _REFUSED:
         if request.extra.get(name) is not None:
             raise ModelError(
                 f"{request.layer} asks attention for {name}, which longspan does not support yet; leaving it out would "
                 "change the result."
             )
-    if isinstance(scaling, Tensor):
-        raise ModelError(f"{request.layer} scales its scores by a tensor, which longspan would not differentiate.")
-    causal = request.extra.get("is_causal")
-    if causal is False or (causal is None and getattr(request.module, "is_causal", True) is False):
-        raise ModelError(f"{request.layer} is not causal; longspan supports causal attention only.")
-    if dropout := request.extra.get("dropout"):
-        raise ModelError(
-            f"{request.layer} uses attention dropout {dropout}; no kernel here replays it: set the config's attention "
-            "dropout to 0.0."
-        )
     if request.q.shape[2] != request.k.shape[2]:
         raise BatchError(
             f"{request.layer} attends from {request.q.shape[2]} tokens to {request.k.shape[2]}: a KV cache cannot be "
             "used with divided rows. Generate after UlyssesSPAttentionHF.unregister(), or in eval with "
             "disable_in_eval=True."
         )
-    if mask is None:
-        return None
-    if not isinstance(mask, Deferred):
+    if mask is not None and not isinstance(mask, Deferred):
         raise BatchError(
             f"{request.layer} was given a mask per pair of tokens, which cannot be divided over ranks: describe "
             "documents by position_ids that restart."
         )
-    if mask.told is not None:
-        raise ModelError(
-            f"{request.layer} asks attention for {mask.told}, which longspan does not support yet; leaving it out "
-            "would change the result."
-        )
-    return mask.padding
+    if mask is None:
+        return masked(request, None), None
+    return masked(request, mask.stand_in), mask.padding
 
 
 def _check_config(config: Any, layer: str) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from longspan.attention.call import Window
+from longspan.integrations.transformers.attention import Refused, mask_stand_in
+
 _NOT_MADE = object()
 
 
@@ -28,12 +31,9 @@ class Deferred:
         return self._asked.get("attention_mask")
 
     @property
-    def told(self) -> str | None:
-        """Say what the mask is beyond causal order, documents and padding; None if nothing."""
-        size = self._asked.get("local_size")
-        if size is not None:
-            return f"a window or chunks of {size} tokens"
-        return "a mask of its own making" if self._asked.get("use_vmap") else None
+    def stand_in(self) -> Window | Refused | None:
+        """What the mask is beyond causal order, documents and padding; None if nothing."""
+        return mask_stand_in(**self._asked)
 
     def mask(self) -> Any:
         """Return the mask itself, made at the first call."""

@@ -7,7 +7,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from longspan.integrations.trainer.checks import check, chosen_size
 from longspan.integrations.trainer.model import FullBatch
 from longspan.integrations.trainer.replicas import Replicas
 from longspan.integrations.trainer.rows import EvaluationRows, Share, evaluation_rows, fingerprint, training_rows
-from longspan.integrations.trainer.zero import check_zero, let_zero3_gather_layers
+from longspan.integrations.trainer.zero import check_zero, let_zero_hold
 from longspan.integrations.transformers import Applied, prepare
 from longspan.mesh import Mesh
 from longspan.overrides import Overrides
@@ -47,6 +47,7 @@ class EnabledTrainer:
         self.trainer, self.handle = trainer, handle
         self.replicas = Replicas(handle.mesh, trainer.args.device)
         self.settings: tuple[object, ...] = ()
+        self.engine = ExitStack()  # undoes what was done for it
         self._overrides = Overrides()
         self._evaluating = self._taking = False
         self._rows: EvaluationRows | None = None
@@ -81,6 +82,7 @@ class EnabledTrainer:
         model = self.handle.model
         if isinstance(vars(model).get("_original_forward"), FullBatch):  # accelerate's note of what it wrapped
             del model._original_forward
+        self.engine.close()
         self._overrides.restore()
         self.handle.remove()
 
@@ -244,8 +246,9 @@ def enable(
         trainer: a transformers Trainer on DDP, FSDP2 or a single process.
         sequence_parallel_size: ranks that share a sequence; None: the size of accelerate's `cp` axis.
         token_fields: names of further tensors [B, S, ...] in batches that the model takes.
-        options: of `longspan.prepare`: ulysses_degree, ring_degree, kernel, memory, sequence_parallel_in_eval, and
-            logits, without which compute_metrics, compute_loss_func, label smoothing and predict() are refused.
+        options: of `longspan.prepare`: ulysses_degree, ring_degree, kv_exchange, kernel, memory,
+            sequence_parallel_in_eval, and logits, without which compute_metrics, compute_loss_func, label smoothing
+            and predict() are refused.
 
     Raises:
         ConfigError: a setting of the trainer that would be wrong under sequence parallelism; says what works.
@@ -270,9 +273,9 @@ def enable(
     if next(trainer.model.parameters()).device.type != device.type:
         trainer._move_model_to_device(trainer.model, device)
     handle = prepare(trainer.model, size, **options)
-    if trainer.is_deepspeed_enabled:
-        let_zero3_gather_layers(trainer, handle)
     enabled = EnabledTrainer(trainer, handle, token_fields)
+    if trainer.is_deepspeed_enabled:
+        enabled.engine = let_zero_hold(trainer, handle)
     enabled.settings = settings
     return enabled
 

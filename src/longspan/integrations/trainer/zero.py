@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+
+import torch
 
 from longspan.engines.zero import check_version, let_stage3_gather
 from longspan.errors import ConfigError
 from longspan.integrations.transformers import Applied
+from longspan.plan.setup import Optimizer
 
 
 def check_zero(trainer: Any) -> None:
@@ -22,7 +26,12 @@ def check_zero(trainer: Any) -> None:
             raise ConfigError(f"DeepSpeed's '{name}' divides what longspan divides: take it out of its configuration.")
 
 
-def let_zero3_gather_layers(trainer: Any, handle: Applied) -> None:
-    """Have stage 3, if that is what the trainer runs, gather a layer's parameters at once."""
-    if trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
-        let_stage3_gather(handle.model, handle.layers)
+def let_zero_hold(trainer: Any, handle: Applied) -> ExitStack:
+    """Plan for what DeepSpeed will hold, and let stage 3 gather a layer's parameters at once; return what undoes it."""
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    stage, config = plugin.zero_stage, plugin.deepspeed_config
+    in_bf16 = trainer.args.bf16 or next(handle.model.parameters()).dtype == torch.bfloat16
+    asked = config.get("data_types", {}).get("grad_accum_dtype")
+    itemsize = 2 if in_bf16 else 4
+    handle.held_by(f"zero-{stage}", Optimizer.under_zero(stage, itemsize, 4 if asked == "fp32" else itemsize))
+    return let_stage3_gather(handle.model, handle.layers) if stage == 3 else ExitStack()

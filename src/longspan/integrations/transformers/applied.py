@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,26 +12,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Kind
 from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.automatic import Automatic
+from longspan.integrations.transformers.config import use_attention
 from longspan.integrations.transformers.forward import OUTPUT, Forward, ForwardCall, HeadForward
 from longspan.integrations.transformers.mixers import mixer_forwards, net_of
 from longspan.integrations.transformers.norm import NormForward
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
 from longspan.integrations.transformers.routers import Routers
+from longspan.integrations.transformers.vision import Vision
 from longspan.integrations.transformers.zero import DeepSpeedCheck
 from longspan.loader import ShardedLoader
+from longspan.loss import LossOptions
 from longspan.mesh import Axis, Mesh
 from longspan.overrides import Overrides
+from longspan.plan.exchange import ExchangeRule
 from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
+from longspan.plan.setup import Optimizer
 from longspan.recurrent.build import Recurrent
 from longspan.recurrent.select import pick_rule
 from longspan.stream.compiled import Compiler
@@ -54,7 +59,7 @@ class Applied:
         parts: Parts,
         mesh: Mesh,
         plan: Plan,
-        attend: Attend,
+        attends: Mapping[Kind, Attend],
         memory: Memory,
         *,
         logits: bool,
@@ -63,10 +68,12 @@ class Applied:
     ) -> None:
         self.parts = parts
         self.model: PreTrainedModel = parts.model
-        self.mesh, self.plan, self.memory = mesh, plan, memory
-        self.attend, self.recurrent = attend, Recurrent(pick_rule(plan.kernel, parts.device)[0])
+        self.mesh, self.plan, self.attends, self.memory = mesh, plan, attends, self._with_states(memory)
+        self.recurrent = Recurrent(pick_rule(plan.kernel, parts.device)[0])
         self.compiler = None if memory.compile is None else Compiler(memory.compile)
         self.operands: Sequence[Operands] = ()
+        self.logit_options = LossOptions()  # what the model makes of its head's output
+        self.exchange = ExchangeRule()
         self.stash = Stash(parts.device, memory.budget)
         self.automatic: Automatic | None = None
         self.logits, self.grad_reduction, self.sequence_parallel_in_eval = logits, grad_reduction, in_eval
@@ -76,18 +83,26 @@ class Applied:
         self.alone = not dist.is_initialized()
         self.compared = False
         self.settings: tuple[object, ...] = ()
-        self._plain_attention = cast(str, parts.model.config._attn_implementation)
+        self._plain_attention = cast(str, parts.trunk.config._attn_implementation)
         self._replaced = Overrides()
         rotaries = [(module, Rotary(module, self)) for module in parts.rotaries]
-        use_attention(self.model, NAME)
+        use_attention(parts.trunk, NAME)
         self.routers = Routers.of(parts)
         self.routers.install()
         mixers = mixer_forwards(parts.layers)
         self._replace([(self.model, Forward(self)), (parts.head, HeadForward(self)), *rotaries, *mixers])
+        self.vision = None if parts.sight is None else Vision(parts.sight, self)
+        for module, values in () if self.vision is None else self.vision.stand_ins():
+            self._replaced.set(module, **values)
         if memory.streams:
             self._stream()
         self.model._longspan_applied = self  # type: ignore[assignment]
         self.model.set_deepspeed_parallelism = DeepSpeedCheck(mesh, grad_reduction)  # type: ignore[assignment]
+
+    def held_by(self, engine: str, optimizer: Optimizer) -> None:
+        """Say who will hold parameters, and so many bytes of each; where memory is planned, it is planned for that."""
+        if self.automatic is not None:
+            self.automatic.held_by(engine, optimizer)
 
     def decide(self, automatic: Automatic) -> None:
         """Let what layers keep be decided for each length of rows."""
@@ -114,6 +129,12 @@ class Applied:
         """Decoder layers of the trunk."""
         return self.parts.layers
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Decoder layers, after those of a vision tower."""
+        sight = self.parts.sight
+        return [*(() if sight is None else cast(Any, sight.tower).blocks), *self.layers]
+
     def shard(
         self, batch: Mapping[str, Any], num_items: int | Tensor | None = None, token_fields: Sequence[str] = ()
     ) -> dict[str, Any]:
@@ -132,13 +153,17 @@ class Applied:
         _check_ids(self.parts.embedding, batch.get("input_ids"))
         if self.automatic is not None:
             self._settle(*batch_size(batch))
-        return shard_batch(
+        part = (shard_batch if self.vision is None else self.vision.shard)(
             batch,
             self.mesh,
             num_items=num_items,
             token_fields=token_fields,
             tile_tokens=self.memory.tile_tokens if self.memory.streams else None,
+            exchange=self.exchange,
         )
+        if self.mesh.ring.size > 1:
+            self.plan = replace(self.plan, kv_exchange=str(part[CONTEXT].exchange))
+        return part
 
     def memory_of(self, shard: Shard) -> Memory:
         """Return how layers run on a part."""
@@ -156,10 +181,14 @@ class Applied:
         assert self.automatic is not None
         self.plan = self.automatic.plan(self.model, rows, tokens)
         assert self.plan.memory is not None
-        self.memory = self.plan.memory
+        self.memory = self._with_states(self.plan.memory)
         if self.memory.compile is not None and self.compiler is None:
             self.compiler = Compiler(self.memory.compile)
         return self.memory
+
+    def _with_states(self, memory: Memory) -> Memory:
+        """Let layers keep their input where it is not what the layer before returned: DeepStack adds to it."""
+        return memory if self.parts.sight is None else memory.with_states(range(1, self.parts.sight.stacked + 1))
 
     def loader(
         self, batches: Iterable[Mapping[str, Any]], accumulation: int = 1, token_fields: Sequence[str] = ()
@@ -269,14 +298,14 @@ class Applied:
         if self.bypassed:
             yield self.model
             return
-        use_attention(self.model, self._plain_attention)
+        use_attention(self.parts.trunk, self._plain_attention)
         self.bypassed = True
         try:
             yield self.model
         finally:
             self.bypassed = False
             if self._replaced:
-                use_attention(self.model, NAME)
+                use_attention(self.parts.trunk, NAME)
 
     @contextmanager
     def fit(self) -> Iterator[None]:
@@ -298,7 +327,7 @@ class Applied:
         self._replaced.restore()
         self.stash.close()
         if replaced:
-            use_attention(self.model, self._plain_attention)
+            use_attention(self.parts.trunk, self._plain_attention)
             del self.model._longspan_applied, self.model.set_deepspeed_parallelism
             for layer in self.layers:
                 vars(layer).pop("_z3_leaf", None)
@@ -324,28 +353,6 @@ def _context(part: Mapping[str, Any] | Shard) -> Shard:
     if not isinstance(shard, Shard):
         raise BatchError("Pass the part that handle.shard returned.")
     return shard
-
-
-def own_config(model: nn.Module, config: PreTrainedConfig) -> None:
-    """Give a model a copy of its config: models made from one config object share it, and so their attention's name."""
-    own = copy.copy(config)
-    for module in model.modules():
-        if vars(module).get("config") is config:
-            module.config = own  # type: ignore[assignment]
-
-
-def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Switch a model's attention implementation.
-
-    Raises:
-        ModelError: the model does not use the attention interface.
-    """
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
-        raise ModelError(
-            f"{type(model).__name__} does not call its attention through transformers' attention interface, so "
-            "longspan cannot take part in it."
-        )
 
 
 class _Gather(torch.autograd.Function):

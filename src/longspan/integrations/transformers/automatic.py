@@ -77,6 +77,7 @@ class Automatic:
         backend: what full tiles are compiled with; None to run them as they are.
         streams_norm: whether the norm after the layers can run in tiles.
         optimizer: bytes of the optimizer per weight; None for that of `kind`.
+        engine: who holds parameters; None for one that divides all it can, or nothing.
         kind: the optimizer by name; states are in the type of what is trained where it does not say otherwise.
         in_backward: whether it steps inside backward.
     """
@@ -88,6 +89,7 @@ class Automatic:
     backend: str | None
     streams_norm: bool
     optimizer: Optimizer | None = None
+    engine: str | None = None
     kind: str = "adamw"
     in_backward: bool = False
     plans: dict[tuple[int, int, bool], Plan] = field(default_factory=dict)
@@ -111,6 +113,19 @@ class Automatic:
         """
         find_optimizer(kind)
         self.kind, self.in_backward = kind, in_backward
+        self._forget()
+
+    def held_by(self, engine: str, optimizer: Optimizer) -> None:
+        """Plan for an engine that holds other bytes of a parameter than the model shows, from the next batch on.
+
+        Args:
+            engine: its name in `longspan.plan.setup.ENGINES`.
+            optimizer: all that it holds of a parameter, before dividing.
+        """
+        self.engine, self.optimizer = engine, optimizer
+        self._forget()
+
+    def _forget(self) -> None:
         self.plans.clear()
         self.tasks.clear()
 
@@ -141,7 +156,7 @@ class Automatic:
                 shape,
                 cluster,
                 degrees,
-                "fsdp2" if sharded else "ddp",
+                self.engine or ("fsdp2" if sharded else "ddp"),
                 (optimizer,),
                 self.base.kernel,
                 itemsize=2 if place.machine.on_gpu else trained,

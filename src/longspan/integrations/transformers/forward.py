@@ -16,6 +16,7 @@ from longspan.batch import CACHES, CONTEXT, Shard
 from longspan.errors import BatchError, ModelError, TopologyError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.carry import Carry
+from longspan.integrations.transformers.dropout import OwnDraws
 from longspan.integrations.transformers.objective import balance_loss, global_loss
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
 from longspan.kernels.fit import FitKernel
@@ -29,6 +30,7 @@ from longspan.weights import under_zero3
 
 if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
+    from longspan.integrations.transformers.vision import Seen
 
 Output = Literal["loss", "logps", "logps_and_entropy", "scores"]
 
@@ -49,7 +51,7 @@ class ForwardCall:
     def __init__(
         self, applied: Applied, shard: Shard, names: frozenset[str], shift_labels: Tensor | None, output: Output
     ) -> None:
-        self.shard, self.attend, self.recurrent = shard, applied.attend, applied.recurrent
+        self.shard, self.attends, self.recurrent = shard, applied.attends, applied.recurrent
         self.memory = applied.memory_of(shard)
         self.compiler = None if self.memory.compile is None else applied.compiler
         self.names, self.shift_labels, self.output = names, shift_labels, output
@@ -58,19 +60,31 @@ class ForwardCall:
         self.passage = applied.passage(shard, self.memory)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
+        self.seen: Seen | None = None  # what the vision tower made for this rank's tokens
 
     def left_behind(self) -> tuple[Carry, Balance | None]:
         """Return what the head and the gates made, and hold no part of the graph any more: its nodes hold this call."""
         left = self.carry, self.balance
-        self.carry, self.balance, self.segment = Carry(), None, None
+        self.carry, self.balance, self.segment, self.seen = Carry(), None, None, None
         return left
 
-    def attend_in(self, layer: int) -> Attend:
+    def attend_in(self, layer: int, request: Request) -> Attend:
         """Return what a streamed layer attends with."""
+        attend = self._attend(request)
         if not self.fitting:
-            return self.attend
+            return attend
         calls = _FIT_CALLS if layer == self.last else 0
-        return Attend(self.attend.mesh, FitKernel(self.attend.kernel, calls))
+        return Attend(attend.mesh, FitKernel(attend.kernel, calls))
+
+    def _attend(self, request: Request) -> Attend:
+        """Return what serves a call, as it was picked when the model was prepared."""
+        try:
+            return self.attends[request.kind]
+        except KeyError:
+            raise ModelError(
+                f"{request.layer} calls attention with {request.kind}, as no layer did when the model was prepared: "
+                "its settings were changed since. Call handle.remove() and prepare it again."
+            ) from None
 
     def mix(self, request: Request | Recurrence) -> Tensor:
         """Mix over the whole sequence; operands of this rank's tokens -> [B, s, H, Dv]."""
@@ -88,7 +102,8 @@ class ForwardCall:
                     f"{request.layer} hands attention {name} {list(t.shape)}, expected [B={expected[0]}, "
                     f"{expected[1]} tokens, heads, head_dim]."
                 )
-        return self.attend(q, k, v, self.shard.schedule, request.scale)
+        schedule = self.shard.within(request.window).schedule
+        return self._attend(request)(q, k, v, schedule, request.score, request.sinks)
 
 
 _FIT_CALLS = 8
@@ -101,6 +116,7 @@ class Forward:
     def __init__(self, applied: Applied) -> None:
         self.applied = applied
         self.original = applied.model.forward
+        self.draws = OwnDraws(applied.model, applied.mesh.sequence, applied.parts.device)
         functools.update_wrapper(self, self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,9 +133,12 @@ class Forward:
             applied.compared = True
         device = applied.parts.device
         kwargs = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        if applied.vision is not None:
+            call.seen = applied.vision.see(call.shard, kwargs)
         outer, applied.call = applied.call, call
         try:
-            with nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance):
+            tap = nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance)
+            with tap, self.draws.drawn():
                 out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
@@ -130,7 +149,7 @@ class Forward:
                 f"The output head that longspan prepared was not called: {type(applied.model).__name__} has another "
                 "one now. Resize embeddings and add adapters before longspan.prepare."
             )
-        fields = {key: value for key, value in out.items() if key != "logits"}
+        fields = {key: value for key, value in out.items() if key not in _LEFT_OUT}
         if call.output != "loss":
             if balance is not None:
                 fields["aux_loss"] = self._auxiliary(call, balance)[0]
@@ -198,7 +217,7 @@ class Forward:
                     f"The model was called with {name}={kwargs[name]!r} for its attention, which longspan does not "
                     "support yet; leaving it out would change the result."
                 )
-        attention = applied.model.config._attn_implementation
+        attention = applied.parts.trunk.config._attn_implementation
         if attention != NAME:
             raise ModelError(
                 f"The model's attention implementation was set to '{attention}' after longspan.prepare, so its tokens "
@@ -231,6 +250,9 @@ class Forward:
 
 _MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})
 """Arguments that some attention functions heed when the caller passes them to the model."""
+
+_LEFT_OUT = ("logits", "image_outputs", "video_outputs")
+"""Fields of a model's output that are of this rank alone."""
 
 _REFUSED = {
     "attention_mask": "handle.shard reads it from the full batch",
@@ -275,24 +297,24 @@ class HeadForward:
     def _made(self, call: ForwardCall, hidden: Tensor, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Make what the call asks for of hidden states [B, s, d], with a forward of the head."""
         head = Head(forward, tuple(p for p in self.module.parameters() if p.requires_grad))
-        labels = call.shift_labels
+        labels, options = call.shift_labels, self.applied.logit_options
         if labels is not None:
             labels = labels.to(hidden.device, non_blocking=True)
         results: tuple[Tensor, ...] = ()
         if call.output == "logps" and labels is not None:
-            results = (token_logps(hidden, head, labels),)
+            results = (token_logps(hidden, head, labels, options=options),)
         elif call.output == "logps_and_entropy" and labels is not None:
-            results = token_logps(hidden, head, labels, entropy=True)
+            results = token_logps(hidden, head, labels, entropy=True, options=options)
         elif call.output == "scores" and labels is not None:
-            results = token_scores(hidden, head, labels)
+            results = token_scores(hidden, head, labels, options)
         elif self.applied.logits:
             logits = forward(hidden, *args, **kwargs)
             if labels is not None:
-                results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels),)
+                results = (tiled_loss(logits, Head(lambda tile: tile, ()), labels, options=options),)
             gathers = any(map(under_zero3, head.parameters))
             return call.carry.load(logits, results) if gathers else call.carry.beside(logits, results)
         elif labels is not None:
-            results = (tiled_loss(hidden, head, labels),)
+            results = (tiled_loss(hidden, head, labels, options=options),)
         return call.carry.load(hidden.new_empty(*hidden.shape[:2], 0), results)
 
 

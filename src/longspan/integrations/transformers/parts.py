@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.integrations.multimodal import Sight, sight_of, text_trunk
 from longspan.integrations.transformers.norm import final_norm
 from longspan.integrations.transformers.rope import rotary_kinds
 
@@ -23,16 +24,17 @@ _WRAPPERS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """Model, trunk, decoder layers, head, input embedding, rotary embeddings and final norm."""
+    """Model, text trunk, decoder layers, head, input embedding, rotary embeddings, final norm and vision tower."""
 
     model: PreTrainedModel
-    trunk: nn.Module
+    trunk: PreTrainedModel
     layers: nn.ModuleList
     layers_name: str
     head: nn.Module
     embedding: nn.Module
     rotaries: tuple[nn.Module, ...]
     norm: nn.Module | None  # what follows the layers, if it is found
+    sight: Sight | None = None  # of models with a vision tower
 
     @property
     def device(self) -> torch.device:
@@ -61,16 +63,15 @@ class Parts:
                 f"{type(found).__name__} has no language-modelling head; longspan trains causal language models, "
                 "such as those of AutoModelForCausalLM."
             )
-        trunk = found.base_model
+        trunk, prefix = text_trunk(found)
         count = getattr(found.config.get_text_config(), "num_hidden_layers", None)
         lists = [(n, m) for n, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not lists:
             raise ModelError(f"{type(found).__name__} has no list of {count} decoder layers that longspan can find.")
         name, layers = lists[0]
         rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
-        prefix = found.base_model_prefix
         norm = final_norm(trunk.get_submodule(name.rpartition(".")[0]), embedding.weight)  # type: ignore[arg-type]
-        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm)
+        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm, sight_of(found))
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:

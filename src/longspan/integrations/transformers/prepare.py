@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,20 +14,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.build import Attend
+from longspan.attention.call import Kind
+from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
-from longspan.integrations.transformers.applied import Applied, own_config, use_attention
+from longspan.integrations.transformers.applied import Applied
 from longspan.integrations.transformers.attention import NAME, register
 from longspan.integrations.transformers.automatic import Automatic
+from longspan.integrations.transformers.config import own_config, use_attention
 from longspan.integrations.transformers.forward import GRADIENT_CHECKPOINTING
 from longspan.integrations.transformers.norm import norm_note
 from longspan.integrations.transformers.parts import Parts
-from longspan.integrations.transformers.probe import Shape, probe
+from longspan.integrations.transformers.probe import Probed, Shape, probe
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.mesh import build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees, choose_degrees
+from longspan.plan.exchange import KV_EXCHANGES, ExchangeRule, KvExchange
 from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
 from longspan.recurrent.select import divided, pick_rule
@@ -47,11 +53,12 @@ def prepare(
     logits: bool = False,
     grad_reduction: Literal["mean", "sum"] = "mean",
     sequence_parallel_in_eval: bool = True,
+    kv_exchange: KvExchange = "auto",
 ) -> Applied:
     """Make a transformers causal language model compute on sequences divided over ranks, exactly.
 
-    Call it on every process, after PEFT and before DDP, fully_shard or deepspeed.initialize. The model's code and
-    weights stay as they are; `handle.remove()` undoes it. Calling it again with the same settings returns the handle.
+    Call it on every process, after PEFT and before DDP, fully_shard or deepspeed.initialize. `handle.remove()` undoes
+    it; calling it again with the same settings returns the handle.
 
     Args:
         model: the model, on its device, with weights.
@@ -63,50 +70,51 @@ def prepare(
         logits: also return this rank's logits [B, s, V].
         grad_reduction: whether the engine averages gradients over the ranks or adds them up.
         sequence_parallel_in_eval: False makes `model.eval()` run the plain model on full batches.
+        kv_exchange: how keys come to other ring ranks: `ring`, `gather`, or `auto`, by batch; `handle.plan` says why.
 
     Raises:
         ModelError: the model, or a layer of it, is not understood well enough to be exact; names it.
-        TopologyError: degrees that the processes or heads cannot serve.
-        KernelError: no kernel can do it on this device.
+        TopologyError, KernelError: processes or heads cannot serve the degrees, or no kernel the model, on this device.
 
-    Cost: five forward passes on 5 tokens (eight for layers with experts), the process groups, a small all-reduce;
-        on GPUs of one node a quarter of a GiB of each for exchanges of heads by copy engines.
+    Cost: five forward passes on 5 tokens (eight for experts), the process groups, a small all-reduce; on GPUs of one
+        node a quarter of a GiB of each for exchanges of heads by copy engines.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
-    settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh))
-    _check_choices(memory, grad_reduction)
+    settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh), kv_exchange)
+    _check_choices(memory, grad_reduction, kv_exchange)
     parts = Parts.of(model)
-    earlier: Applied | None = getattr(parts.model, "_longspan_applied", None)
-    if earlier is not None:
+    if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
     _check_model(parts)
-    ways = Memory() if memory == "auto" else memory
-    ways.check_layers(len(parts.layers))
+    ways = _ways(memory, parts)
     ranks = data_parallel_ranks(sequence_parallel_size, mesh)
-    shapes, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
+    probed, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
+    rule = _exchange_rule(kv_exchange, probed.shapes, degrees, chosen, parts.device)
     axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
     plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    applied = Applied(parts, axes, plan, Attend(axes, chosen), ways, **options)
-    applied.settings, applied.operands = settings, shapes
+    applied = Applied(parts, axes, plan, {kind: Attend(axes, k) for kind, k in chosen.items()}, ways, **options)
+    applied.settings, applied.exchange = settings, rule
+    applied.operands, applied.logit_options = probed.shapes, probed.logits
     if memory == "auto":
-        applied.decide(Automatic.agreed(parts, axes, shapes, plan))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"longspan: {plan.summary()}", file=sys.stderr)
+        applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
+    _tell(plan)
     return applied
 
 
 def _decide(
     parts: Parts, size: int, ulysses: int | None, ring: int | None, kernel: str
-) -> tuple[list[Shape], Degrees, Kernel, Plan]:
+) -> tuple[Probed, Degrees, dict[Kind, Kernel], Plan]:
     """Probe the model, and choose what serves every layer."""
-    shapes, device = _probe(parts), parts.device
+    probed, device = _probe(parts), parts.device
+    shapes = probed.shapes
     degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
-    chosen, notes = _kernel(kernel, shapes, device)
-    reasons = (degrees.reason, *notes, *_recurrent_notes(shapes, size, chosen.name, device))
-    plan = Plan(size, degrees.ulysses, degrees.ring, chosen.name, "tiled cross-entropy", reasons)
-    return shapes, degrees, chosen, plan
+    chosen, notes = _kernels(kernel, shapes, device)
+    names = "+".join(dict.fromkeys(kernel.name for kernel in chosen.values()))
+    reasons = (degrees.reason, *notes, *_recurrent_notes(shapes, size, names, device))
+    plan = Plan(size, degrees.ulysses, degrees.ring, names, "tiled cross-entropy", reasons)
+    return probed, degrees, chosen, plan
 
 
 def _recurrent_notes(shapes: list[Shape], size: int, kernel: str, device: torch.device) -> list[str]:
@@ -117,15 +125,48 @@ def _recurrent_notes(shapes: list[Shape], size: int, kernel: str, device: torch.
     return [*(divided(count, size) for count in heads), pick_rule(kernel, device)[1]]
 
 
+def _exchange_rule(
+    asked: KvExchange, shapes: list[Shape], degrees: Degrees, chosen: dict[Kind, Kernel], device: torch.device
+) -> ExchangeRule:
+    """Return how exchanges are decided: by what the layers' heads and kernels allow."""
+    splits = [HeadSplit(shape.heads, shape.kv_heads, degrees.ulysses) for shape in shapes]
+    fewest = min(len(heads) for split in splits for heads in split.key)
+    refusals = []
+    for kind, kernel in chosen.items():
+        dtype = _compute_dtype(next(shape.dtype for shape in shapes if shape.kind == kind), device)
+        demands = {"varlen": True, "bottom_right": True, "window": kind.window, "softcap": kind.softcap}
+        if why := kernel.refuses(Request(device, dtype, kind.head_dim, kind.v_head_dim, **demands)):
+            refusals.append(f"kernel '{kernel.name}': {why}")
+    return ExchangeRule(asked, fewest, refusals[0] if refusals else None)
+
+
+def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of attention for weights of a dtype: on GPUs, float32 weights are run in bfloat16."""
+    return torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
+
+
 def _with_notes(plan: Plan, *notes: str | None) -> Plan:
     return replace(plan, reasons=(*plan.reasons, *(note for note in notes if note)))
 
 
-def _check_choices(memory: str | Memory, grad_reduction: str) -> None:
+def _ways(memory: Literal["auto"] | Memory, parts: Parts) -> Memory:
+    ways = Memory() if memory == "auto" else memory
+    ways.check_layers(len(parts.layers))
+    return ways
+
+
+def _tell(plan: Plan) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"longspan: {plan.summary()}", file=sys.stderr)
+
+
+def _check_choices(memory: str | Memory, grad_reduction: str, kv_exchange: str) -> None:
     if memory != "auto" and not isinstance(memory, Memory):
         raise ConfigError(f"memory must be 'auto' or a Memory, got {memory!r}.")
     if grad_reduction not in ("mean", "sum"):
         raise ConfigError(f"grad_reduction must be 'mean' or 'sum', got {grad_reduction!r}.")
+    if kv_exchange not in KV_EXCHANGES:
+        raise ConfigError(f"kv_exchange must be one of {', '.join(KV_EXCHANGES)}, got {kv_exchange!r}.")
 
 
 def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
@@ -140,12 +181,12 @@ def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
 def _check_model(parts: Parts) -> None:
     """Refuse settings of the model under which it would not be exact."""
     config = parts.model.config.get_text_config()
-    if config is not parts.model.config:
+    if config is not parts.model.config and parts.sight is None:
         kinds: Any = type(parts.model.config).sub_configs
         towers = [name for name in kinds if name != "text_config"]
         raise ModelError(
-            f"{type(parts.model).__name__} has {' and '.join(towers) or 'further parts'} besides its text model; "
-            "longspan does not divide multimodal models yet, only causal language models of text."
+            f"{type(parts.model).__name__} has {' and '.join(towers) or 'further parts'} besides its text model; of "
+            "multimodal models longspan divides Qwen2.5-VL and Qwen3-VL."
         )
     if parts.checkpointing:
         raise ModelError(GRADIENT_CHECKPOINTING)
@@ -155,6 +196,13 @@ def _check_model(parts: Parts) -> None:
                 f"{name} ({type(module).__name__}) uses {reason}: a part of a sequence, or a tile of it, would be "
                 "computed in other numbers than the whole. Use scales per row or block, or weights quantised alone."
             )
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        first = len(parts.layers) - shared
+        raise ModelError(
+            f"{parts.layers_name}.{first} ({type(parts.layers[first]).__name__}) and all layers after it reuse the "
+            f"keys and values of earlier layers (num_kv_shared_layers={shared}); longspan supports layers with "
+            "keys and values of their own."
+        )
     for name in _ATTENTION_DROPOUTS:
         if dropout := getattr(config, name, None):
             raise ModelError(
@@ -165,15 +213,15 @@ def _check_model(parts: Parts) -> None:
         Routers.of(parts).known()
 
 
-def _probe(parts: Parts) -> list[Shape]:
+def _probe(parts: Parts) -> Probed:
     """Run the probe under our attention implementation, and put the model's own back."""
     register()
-    plain: Any = parts.model.config._attn_implementation
-    use_attention(parts.model, NAME)
+    plain: Any = parts.trunk.config._attn_implementation
+    use_attention(parts.trunk, NAME)
     try:
         return probe(parts)
     finally:
-        use_attention(parts.model, plain)
+        use_attention(parts.trunk, plain)
 
 
 def _degrees(shapes: list[Shape], size: int, ulysses: int | None, ring: int | None, node_size: int | None) -> Degrees:
@@ -193,18 +241,40 @@ def _node_size(device: torch.device) -> int | None:
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
-def _kernel(name: str, shapes: list[Shape], device: torch.device) -> tuple[Kernel, tuple[str, ...]]:
-    """Pick a kernel that serves every layer."""
-    attention = [shape for shape in shapes if not shape.recurrent] or shapes
-    kinds = {(shape.head_dim, shape.v_head_dim, shape.dtype) for shape in attention}
-    packed = name in ("auto", "sdpa")
-    notes: tuple[str, ...] = ()
-    picked: dict[str, Kernel] = {}
-    for head_dim, v_head_dim, dtype in kinds:
-        if device.type == "cuda" and dtype == torch.float32 and name != "reference":
-            dtype, notes = torch.bfloat16, ("fp32 weights: attention expects bf16 from autocast or FSDP2",)
-        kernel = pick(name, Request(device, dtype, head_dim, v_head_dim, varlen=packed))
-        picked[kernel.name] = kernel
-    if len(picked) > 1:
-        raise KernelError(f"The layers need different kernels ({', '.join(sorted(picked))}); name one that serves all.")
-    return next(iter(picked.values())), notes
+def _kernels(name: str, shapes: list[Shape], device: torch.device) -> tuple[dict[Kind, Kernel], tuple[str, ...]]:
+    """Pick a kernel for each kind of layer.
+
+    Raises:
+        KernelError: none, or not the one named, serves a kind; says which layers these are.
+    """
+    packed, notes = name in ("auto", "sdpa"), []
+    picked: dict[Kind, Kernel] = {}
+    attending = [i for i, shape in enumerate(shapes) if not shape.recurrent] or range(len(shapes))
+    for kind in dict.fromkeys(shapes[i].kind for i in attending):
+        layers = [i for i in attending if shapes[i].kind == kind]
+        dtype = shapes[layers[0]].dtype
+        if name != "reference" and dtype != _compute_dtype(dtype, device):
+            dtype, notes = torch.bfloat16, ["fp32 weights: attention expects bf16 from autocast or FSDP2"]
+        demands = {"varlen": packed, "window": kind.window, "softcap": kind.softcap}
+        try:
+            picked[kind] = pick(name, Request(device, dtype, kind.head_dim, kind.v_head_dim, **demands))
+        except KernelError as error:
+            where = "" if len(layers) == len(shapes) else f"Layers {', '.join(map(str, layers))}: "
+            raise KernelError(f"{where}{error}") from None
+    return picked, (*_told(shapes, picked), *notes)
+
+
+def _told(shapes: list[Shape], picked: dict[Kind, Kernel]) -> Iterator[str]:
+    """Say what layers ask for besides causal attention, and which kernel serves whom if there are several."""
+    names = {kernel.name for kernel in picked.values()}
+    asked: dict[tuple[Any, ...], int] = Counter(
+        (shape.window, shape.score.softcap, shape.sinks, picked[shape.kind].name)
+        for shape in shapes
+        if not shape.recurrent
+    )
+    for (window, softcap, sinks, kernel), count in asked.items():
+        words = [f"a window of {window} tokens"] * (window is not None) + [f"softcap {softcap}"] * (softcap is not None)
+        words += ["attention sinks"] * sinks
+        if words or len(names) > 1:
+            by = f" by kernel {kernel}" if len(names) > 1 else ""
+            yield f"{count} of {len(shapes)} layers {'with ' + ', '.join(words) if words else 'see everything'}{by}"

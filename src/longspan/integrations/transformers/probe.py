@@ -11,12 +11,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from longspan.attention.call import Request
+from longspan.attention.call import Kind, Request
 from longspan.batch import CONTEXT
 from longspan.errors import LongspanError, ModelError
+from longspan.integrations.transformers.logits import logit_options, trial_logits
 from longspan.integrations.transformers.mixers import check_mixer, close, mixer_forwards
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.routers import ROUTER_LOGITS
+from longspan.kernels.protocol import Score
+from longspan.loss import LossOptions
 from longspan.overrides import Overrides
 from longspan.recurrent.call import Recurrence
 
@@ -27,14 +30,30 @@ _PART = 2  # where the tokens start that are also run by themselves
 
 @dataclass(frozen=True)
 class Shape:
-    """Operands of a layer's attention call, or of its recurrent mixer."""
+    """Operands of a layer's attention call, or of its recurrent mixer, and what else it asks for."""
 
     heads: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    score: Score
+    window: int | None = None
+    sinks: bool = False
     recurrent: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """What its kernel is picked by."""
+        return Kind(self.head_dim, self.v_head_dim, self.window is not None, self.score.softcap is not None)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a few tokens have shown: each layer's attention call, and what becomes of the head's output."""
+
+    shapes: list[Shape]
+    logits: LossOptions
 
 
 @dataclass
@@ -57,16 +76,14 @@ class ProbeCall:
         return out.to(like.device, like.dtype)
 
 
-def probe(parts: Parts) -> list[Shape]:
+def probe(parts: Parts) -> Probed:
     """Run the model on a few tokens and check every decoder layer.
 
     A layer passes if it calls attention, or a recurrent mixer that is understood, once with its own operands, and if
     neither another token nor another token's output of that call moves a row of its output. Such a mixer passes if it
-    computes what its own forward does. The head passes if the model returns its output as logits, and
-    what comes before the layers if the last tokens, run by themselves, enter the first layer as they do in company.
-
-    Returns:
-        The shape of each layer's call.
+    computes what its own forward does. The head passes if the model returns its output as logits, or scaled and capped
+    as its config says, and what comes before the layers if the last tokens, run by themselves, enter the first layer as
+    they do in company.
 
     Raises:
         ModelError: names the layer and what it does.
@@ -85,7 +102,7 @@ def probe(parts: Parts) -> list[Shape]:
             for module, forward in mixers:
                 check_mixer(forward)
                 replaced.set(module, forward=forward)
-            whole = _run_model(parts, 0)
+            whole, logits = _run_model(parts, 0)
             for hook in hooks:
                 hook.remove()
             shapes = []
@@ -94,15 +111,15 @@ def probe(parts: Parts) -> list[Shape]:
                 if i not in seen:
                     raise ModelError(f"{name} was not called in a forward pass.")
                 shapes.append(_check_layer(name, layer, *seen.pop(i)))
-            _check_part(parts, whole[0], _run_model(parts, _PART)[0])
+            _check_part(parts, whole[0], _run_model(parts, _PART)[0][0])
     finally:
         replaced.restore()
         for hook in hooks:
             hook.remove()
-    return shapes
+    return Probed(shapes, logits)
 
 
-def _run_model(parts: Parts, first: int) -> list[Request | Recurrence]:
+def _run_model(parts: Parts, first: int) -> tuple[list[Request | Recurrence], LossOptions]:
     """Run the model on the tokens from `first` with a stand-in for attention and for the head's output."""
     model, head, embedding = parts.model, parts.head, cast(Any, parts.embedding)
     device, size = parts.device, embedding.weight.shape[0]
@@ -111,7 +128,7 @@ def _run_model(parts: Parts, first: int) -> list[Request | Recurrence]:
     call = ProbeCall()
 
     def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-        logits.append(torch.randn(out.shape, generator=torch.Generator().manual_seed(len(logits))).to(out))
+        logits.append(trial_logits(model.config.get_text_config(), out.shape, seed=len(logits)).to(out))
         return logits[-1]
 
     hook = head.register_forward_hook(replace)
@@ -130,12 +147,7 @@ def _run_model(parts: Parts, first: int) -> list[Request | Recurrence]:
         hook.remove()
     if len(logits) != 1 or logits[0].shape[:2] != ids.shape:
         raise ModelError(f"{type(model).__name__} does not call its output head once on all tokens.")
-    if not torch.equal(out.logits.to(logits[0].dtype), logits[0]):
-        raise ModelError(
-            f"{type(model).__name__} changes the output of its head before returning it as logits (a softcap or a "
-            "scale); longspan does not support that yet."
-        )
-    return call.requests
+    return call.requests, logit_options(type(model).__name__, model.config.get_text_config(), logits[0], out.logits)
 
 
 def _check_part(parts: Parts, whole: Request | Recurrence, part: Request | Recurrence) -> None:
@@ -219,9 +231,10 @@ def _shape(request: Request | Recurrence) -> Shape:
     if isinstance(request, Recurrence):
         net = request.net
         heads = net.heads * net.share
-        return Shape(heads, net.heads, net.head_dim, net.v_head_dim, request.tokens.dtype, recurrent=True)
+        return Shape(heads, net.heads, net.head_dim, net.v_head_dim, request.tokens.dtype, Score(1.0), recurrent=True)
     q, k, v = request.q, request.k, request.v
-    return Shape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype)
+    sizes = (q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype)
+    return Shape(*sizes, request.score, request.window, request.sinks is not None)
 
 
 def _moved(a: Tensor, b: Tensor, tolerance: float) -> set[int]:

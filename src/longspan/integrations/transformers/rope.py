@@ -28,7 +28,8 @@ class Rotary:
     def __init__(self, module: nn.Module, applied: Applied) -> None:
         self.module, self.applied = module, applied
         self.original = module.forward
-        self.plain = {kind: _has_plain_angles(module, self.original, kind) for kind in rotary_kinds(module)}
+        self.axes = _axes(module, self.original)
+        self.plain = {kind: _has_plain_angles(module, self.original, kind, self.axes) for kind in rotary_kinds(module)}
         functools.update_wrapper(self, self.original)
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -47,7 +48,7 @@ class Rotary:
                 f"{type(self.module).__name__} computes its angles in a way longspan does not know, and in fp32 they "
                 f"lose accuracy beyond position {EXACT_FLOAT32_POSITIONS}; this batch reaches {largest}."
             )
-        return wide_tables(self.module, position_ids, cos.dtype, kind)
+        return wide_tables(self.module, position_ids, cos.dtype, kind, self.axes)
 
 
 def rotary_kinds(module: nn.Module) -> tuple[str, ...]:
@@ -57,21 +58,37 @@ def rotary_kinds(module: nn.Module) -> tuple[str, ...]:
     return tuple(n.removesuffix("inv_freq") for n in names if not n.endswith(("original_inv_freq", "long_inv_freq")))
 
 
-def wide_tables(module: nn.Module, position_ids: Tensor, dtype: torch.dtype, kind: str = "") -> tuple[Tensor, Tensor]:
+def wide_tables(
+    module: nn.Module, position_ids: Tensor, dtype: torch.dtype, kind: str = "", axes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute cos and sin [B, S, D] from the module's current frequencies with float64 angles.
 
     Args:
-        position_ids: [B, S], or [3, B, S] with the same positions three times: tokens of text under M-RoPE.
+        position_ids: [B, S], or [3, B, S] where `axes` says by which of the three each frequency goes.
     """
-    position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     frequencies: Any = getattr(module, f"{kind}inv_freq")
     scaling: Any = getattr(module, f"{kind}attention_scaling", 1.0)
-    angles = position_ids[..., None].to(torch.float64) * frequencies.to(torch.float64)  # [B, S, D/2]
+    positions = position_ids[..., None] if axes is None else position_ids.movedim(0, -1)[..., axes]
+    angles = positions.to(torch.float64) * frequencies.to(torch.float64)  # [B, S, D/2]
     angles = torch.cat([angles, angles], dim=-1)
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
-def _has_plain_angles(module: nn.Module, forward: Any, kind: str) -> bool:
+def _axes(module: nn.Module, forward: Any) -> Tensor | None:
+    """Return which of the three rows of position ids each frequency goes by, under M-RoPE; None elsewhere.
+
+    Tried by moving one row at a time: the sine of a frequency that goes by it is no longer zero.
+    """
+    frequencies: Any = getattr(module, "inv_freq", None)
+    if not hasattr(module, "mrope_section") or frequencies.is_meta:
+        return None
+    positions = torch.eye(3, dtype=torch.long, device=frequencies.device)[..., None]
+    with torch.no_grad():
+        _, sin = forward(torch.zeros(1, 1, 1, device=frequencies.device), positions)
+    return (sin[:, 0, : len(frequencies)] != 0).int().argmax(0)
+
+
+def _has_plain_angles(module: nn.Module, forward: Any, kind: str, axes: Tensor | None) -> bool:
     """Tell whether `wide_tables` gives what the module gives, tried at small positions of a long and a short sequence.
 
     The short one comes last: a module that adapts to the length is left as it was.
@@ -84,8 +101,8 @@ def _has_plain_angles(module: nn.Module, forward: Any, kind: str) -> bool:
     agrees = []
     for largest in (1 << 24, 6):
         positions = torch.tensor([[0, 1, 5, largest]], device=frequencies.device)
-        if hasattr(module, "mrope_section"):
-            positions = positions.expand(3, -1, -1)
+        if axes is not None:
+            positions = torch.stack([positions, (positions * 3).clamp(max=largest), positions // 2])
         with torch.no_grad():
             try:
                 tables = forward(x, positions, **layer_type)
@@ -95,7 +112,7 @@ def _has_plain_angles(module: nn.Module, forward: Any, kind: str) -> bool:
                 raise ModelError(
                     f"{type(module).__name__} does not return cos and sin; longspan does not know what its tables mean."
                 )
-            own = wide_tables(module, positions, torch.float32, kind)
+            own = wide_tables(module, positions, torch.float32, kind, axes)
         agrees += [
             a.shape == b.shape and torch.allclose(a[:, :3], b[:, :3], atol=1e-5)
             for a, b in zip(tables, own, strict=True)

@@ -1,0 +1,172 @@
+"""The checkpoints of a run: written whole or not at all, found again, and thinned out."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from longspan.errors import TrainingError
+
+_COMMIT = "commit.json"
+_NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole.
+
+    Args:
+        about: what was written beside the tensors.
+    """
+
+    folder: Path
+    step: int
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Folders `step-00000123` on a disk that all processes share; every method is collective.
+
+    A checkpoint is written under another name. Once all processes are done, the first one lists its files with their
+    sizes in `commit.json` and renames the folder, so a folder without that list, or with a file of another size, is
+    none: the run was killed, or the disk lost something.
+
+    Args:
+        keep: how many stay.
+    """
+
+    folder: Path
+    keep: int
+
+    def save(self, step: int, about: dict[str, Any], write: Callable[[Path], None]) -> None:
+        """Let all processes `write` to a folder, commit it, and remove the oldest.
+
+        Raises:
+            TrainingError: some process could not; earlier checkpoints are as they were.
+        """
+        name = f"step-{step:08}"
+        partial = self.folder / f".{name}.partial"
+        with _together(self.folder / name):
+            if _first():
+                self._sweep()
+                partial.mkdir(parents=True)
+        with _together(self.folder / name):
+            write(partial)
+        with _together(self.folder / name):
+            if _first():
+                _commit(partial, self.folder / name, {**about, "step": step})
+                self._thin()
+
+    def latest(self, tell: Callable[[str], None]) -> Saved | None:
+        """Return the last checkpoint that is whole; `tell` hears of later ones that are not, on the first process."""
+        found: list[Any] = [None]
+        if _first():
+            for folder in self._folders():
+                problem, about = _examine(folder)
+                if problem is None:
+                    found = [Saved(folder, int(about["step"]), about)]
+                    break
+                tell(f"checkpoint {folder.name} is left out: {problem}")
+        if dist.is_initialized():
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _folders(self) -> list[Path]:
+        """Return the checkpoints, the latest first."""
+        named = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((path for path in named if _NAME.fullmatch(path.name) and path.is_dir()), reverse=True)
+
+    def _thin(self) -> None:
+        """Remove all but the last checkpoints that are whole, and what is not whole."""
+        good = [folder for folder in self._folders() if _examine(folder)[0] is None]
+        for folder in set(self._folders()) - set(good[: self.keep]):
+            _hide(folder)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what earlier attempts left."""
+        for path in self.folder.glob(".*.partial"):
+            shutil.rmtree(path)
+
+
+@contextmanager
+def _together(path: Path) -> Iterator[None]:
+    """Surround a part of writing a checkpoint that all processes take: where one fails, all raise."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    problems = [None if error is None else f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        mine, problems = problems[0], [None] * dist.get_world_size()
+        dist.all_gather_object(problems, mine)
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise TrainingError(
+                f"Cannot write checkpoint {path}: process {rank} says {problem}. Earlier checkpoints are as they were."
+            ) from error
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _COMMIT)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def _commit(partial: Path, folder: Path, about: dict[str, Any]) -> None:
+    for path in (path for path in partial.rglob("*") if path.is_file()):
+        _flush(path)
+    marker = partial / _COMMIT
+    marker.write_text(json.dumps({**about, "files": _sizes(partial)}), encoding="utf-8")
+    _flush(marker)
+    _flush(partial)
+    if folder.exists():  # of a step that is taken again
+        _hide(folder)
+    partial.rename(folder)
+    _flush(folder.parent)
+
+
+def _hide(folder: Path) -> None:
+    """Rename what is to be removed, so that half of it is never taken for a checkpoint."""
+    folder.rename(folder.with_name(f".{folder.name}.gone.partial"))
+
+
+def _flush(path: Path) -> None:
+    """Have a file or folder on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _examine(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """Return what is wrong with a checkpoint, None if nothing is, and what its list says."""
+    try:
+        about = json.loads((folder / _COMMIT).read_text(encoding="utf-8"))
+        listed = {str(name): int(size) for name, size in about["files"].items()}
+        int(about["step"])
+    except FileNotFoundError:
+        return f"it has no {_COMMIT}, so it was not finished", {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {_COMMIT} cannot be read ({type(error).__name__})", {}
+    there = _sizes(folder)
+    for name, size in listed.items():
+        if there.get(name) != size:
+            has = "is missing" if name not in there else f"has {there[name]:,} bytes"
+            return f"{name} {has} where {size:,} were written", {}
+    return None, about

@@ -1,0 +1,160 @@
+"""What a run needs to go on as if it had never stopped: weights, optimizer state and random numbers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from longspan.engines import Zero
+from longspan.errors import TrainingError
+from longspan.optim.host import empty_state
+from longspan.optim.stepping import Stepping
+
+_ENGINE = "engine"
+
+
+def write_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, device: torch.device) -> None:
+    """Write this process's part of a checkpoint. Collective.
+
+    Cost: a copy on the host of what this process holds, a tensor at a time; DeepSpeed's engines write all of theirs.
+    """
+    state: dict[str, Any] = _numbers(device)
+    if isinstance(engine, Zero):
+        engine.save(folder / _ENGINE, {})
+    else:
+        state |= _weights(model) | _optimizer(model, stepping.optimizer, None) | stepping.carried()
+    save(state, storage_writer=FileSystemWriter(str(folder)))
+
+
+def read_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, device: torch.device) -> None:
+    """Read a checkpoint, also one of another number of processes, degrees or way to divide parameters. Collective.
+
+    Random numbers go on as they would have where there are as many processes; else each takes those of one that was.
+
+    Raises:
+        TrainingError: it is of another model or optimizer, or damaged.
+    """
+    reader = _Reader(str(folder))
+    try:
+        known = reader.read_metadata().state_dict_metadata
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        saved = sum(name.endswith(".cpu") and name.startswith("random.") for name in known)
+        state: dict[str, Any] = {n: t for n, t in _numbers(device, rank % max(1, saved)).items() if n in known}
+        if isinstance(engine, Zero):
+            engine.load(folder / _ENGINE)
+        else:
+            held = {n: t for n, t in _optimizer(model, stepping.optimizer, empty_state).items() if n in known}
+            carried = {name: torch.zeros(()) for name in known if name.startswith("stepping.")}
+            state |= _weights(model) | held | carried
+        load(state, storage_reader=reader)
+    except TrainingError:
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"Checkpoint {folder} cannot be read ({type(error).__name__}: {str(error)[:300]}). It is of another "
+            "model or optimizer, or damaged: remove it to go on from the one before, or begin anew in another "
+            "output_dir."
+        ) from error
+    if not isinstance(engine, Zero):
+        _give(model, stepping.optimizer, held)
+        stepping.carry(carried)
+    generators = [state[name] for name in sorted(state) if name.startswith("random.")]
+    _set_numbers(device, generators)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return what is trained of a model, each tensor once, and its buffers; the rest is as it was built."""
+    trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    kept = {name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)}
+    return trained | {f"model.{name}": b for name, b in model.named_buffers() if name in kept}
+
+
+def _optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, empty: Callable[[Any, nn.Parameter], Any] | None
+) -> dict[str, Tensor]:
+    """Return the states of an optimizer by the names of its parameters.
+
+    Args:
+        empty: makes a state to be filled; None for the states as they are.
+    """
+    packed = optimizer.state_dict()["state"] if empty is None else {}
+    found = {}
+    for index, (name, parameter) in enumerate(_stepped(model, optimizer)):
+        state = packed.get(index, {}) if empty is None else empty(optimizer, parameter)
+        found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    return found
+
+
+def _give(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, Tensor]) -> None:
+    """Hand states by name to an optimizer."""
+    packed = optimizer.state_dict()
+    for index, (name, _) in enumerate(_stepped(model, optimizer)):
+        start = f"optimizer.{name}."
+        state = {key.removeprefix(start): t for key, t in held.items() if key.startswith(start)}
+        if state:  # a parameter that never had a gradient has none
+            packed["state"][index] = state
+    optimizer.load_state_dict(packed)
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """Return an optimizer's parameters in its order, with their names."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _numbers(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
+    """Return the states of a process's generators."""
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+    states = {f"random.{rank}.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[f"random.{rank}.device"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_numbers(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+class _Reader(FileSystemReader):
+    """Reads a checkpoint's table without running what a pickle may contain."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the table of all tensors."""
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            table: Metadata = _Table(file).load()
+        table.storage_meta = table.storage_meta or StorageMeta()
+        table.storage_meta.load_id = self.load_id
+        return table
+
+
+class _Table(pickle.Unpickler):
+    """Makes what tables of torch's checkpoints are made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of a table.
+
+        Raises:
+            TrainingError: it is none.
+        """
+        places = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+        plain = {("torch", "Size"), ("torch.serialization", "_get_layout")}
+        plain |= {(home, "PosixPath") for home in ("pathlib", "pathlib._local")}
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if module in places or dtype or (module, name) in plain:
+            return super().find_class(module, name)
+        raise TrainingError(
+            f"The checkpoint's table holds {module}.{name}, which no checkpoint does: it is not loaded."
+        )

@@ -1,0 +1,319 @@
+"""A run that was killed goes on as if nothing had happened: the same losses to the bit."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from launched import launched
+from pool import RunRanks
+
+from longspan.config import RunConfig, parse_config
+from longspan.errors import ConfigError, TrainingError
+from longspan.train import loop
+from longspan.train.data import Corpus
+from longspan.train.progress import Progress
+
+pytestmark = pytest.mark.dist
+
+STEPS = 6
+LORA = {"kind": "lora", "rank": 3, "dropout": 0.3}
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+def corpus() -> Corpus:
+    lengths = torch.randint(9, 40, (23,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 257, (int(lengths.sum()),), generator=torch.Generator().manual_seed(2))
+    return Corpus(tokens.int(), None, torch.cat([torch.zeros(1).long(), lengths.cumsum(0)]))
+
+
+def config_of(folder: str, **changes: Any) -> RunConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 257}
+    values: dict[str, Any] = {
+        "model": {"name": "tiny-llama", "init": "random", "overrides": sizes},
+        "data": {"files": "a"},
+        "sequence_length": 64,
+        "max_steps": STEPS,
+        "optimizer": {"lr": 3e-3, "weight_decay": 0.1},
+        "schedule": {"kind": "cosine", "warmup_steps": 2},
+        "gradient_accumulation_steps": 2,
+        "sequence_parallel_size": 2,
+        "engine": "fsdp2",
+        "output_dir": folder,
+        "save": {"every": 2, "keep": 2},
+    }
+    return parse_config({**values, **changes})
+
+
+def run(config: RunConfig, killed_in: int = 0, stopped_in: int = 0) -> tuple[int, str]:
+    """Train in this process; return the last step, and what was told. The process dies, or gets SIGTERM, in a step."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    told, plain = io.StringIO(), loop._run_step
+
+    def step(trainee: Any, data: Any, number: int, *rest: Any) -> Any:
+        if number == killed_in:
+            raise Killed
+        if number == stopped_in and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(trainee, data, number, *rest)
+
+    with ExitStack() as stack:
+        if config.engine.startswith("zero"):
+            stack.enter_context(launched())
+        stack.enter_context(patch.object(loop, "_run_step", step))
+        try:
+            last = loop.train(config, corpus(), torch.device("cpu"), None if rank else Progress(told, STEPS))
+        except Killed:
+            last = killed_in - 1
+    return last, told.getvalue()
+
+
+def result(folder: str) -> tuple[list[Any], dict[str, bytes]]:
+    """Return what a run has recorded of each step, and its saved model."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    rows = [[json.loads(line)[name] for name in ("step", "loss", "grad_norm", "lr", "tokens")] for line in lines]
+    return rows, {path.name: path.read_bytes() for path in sorted((Path(folder) / "model").glob("*.safetensors"))}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "fsdp2, dp2": {"sequence_parallel_size": 1},
+    "ddp": {"engine": "ddp"},
+    "fsdp2 lora": {"adapter": LORA},
+    "ddp lora ring": {"engine": "ddp", "adapter": LORA, "ring_degree": 2},
+    "fsdp2 host": {"optimizer": {"kind": "adamw-host", "lr": 3e-3}},
+    "fsdp2 streamed": {"memory": {"keep": "x", "tile_tokens": 7}, "adapter": LORA},
+    "zero-1": {"engine": "zero-1"},
+    "zero-3": {"engine": "zero-3"},
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_killed_run_goes_on_to_the_bit(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
+    """Killed in its fifth step, when the fourth is saved and the metrics of the fourth are written."""
+    if "zero" in kind:
+        pytest.importorskip("deepspeed")
+    changes = KINDS[kind]
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    run_ranks(2, run, config_of(whole, **changes, save={"every": None}))
+    assert not (tmp_path / "whole" / "checkpoints").exists()
+    assert run_ranks(2, run, config_of(cut, **changes), 4)[0][0] == 3
+    assert [row[0] for row in result(cut)[0]] == [1, 2, 3]
+    (last, told), _ = run_ranks(2, run, config_of(cut, **changes, resume=True))
+    assert last == STEPS and "going on after step 2" in told
+    assert result(cut) == result(whole)
+    names = sorted(path.name for path in (tmp_path / "cut" / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000006"]
+
+
+def test_one_process_goes_on(tmp_path: Path) -> None:
+    """Without a process group; stepping inside backward clips by the step before, which is saved too."""
+    inside = {"step_in_backward": True, "clip": "previous", "max_grad_norm": 0.5, "lr": 3e-3}
+    for name, optimizer in (("plain", {"lr": 3e-3}), ("inside", inside)):
+        whole, cut = str(tmp_path / name / "whole"), str(tmp_path / name / "cut")
+        changes: dict[str, Any] = {"engine": "single", "sequence_parallel_size": 1, "optimizer": optimizer}
+        changes["gradient_accumulation_steps"] = 1
+        run(config_of(whole, **changes))
+        run(config_of(cut, **changes), 4)
+        assert run(config_of(cut, **changes, resume=True))[0] == STEPS
+        assert result(cut) == result(whole)
+
+
+def test_another_world_goes_on(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """From two processes that share rows to one, to two replicas, and to four of both; the same steps, but rounding."""
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    run_ranks(2, run, config_of(whole))
+    run_ranks(2, run, config_of(cut), 4)
+    others = {
+        "one": (1, {"sequence_parallel_size": 1, "engine": "fsdp2"}),
+        "replicas": (2, {"sequence_parallel_size": 1, "gradient_accumulation_steps": 1}),
+        "ddp": (2, {"engine": "ddp", "ring_degree": 2}),
+        "four": (4, {"sequence_parallel_size": 2, "gradient_accumulation_steps": 1}),
+    }
+    expected = result(whole)[0]
+    for name, (world, changes) in others.items():
+        folder = str(tmp_path / name)
+        shutil.copytree(cut, folder)
+        assert run_ranks(world, run, config_of(folder, **changes, resume=True))[0][0] == STEPS
+        for found, wanted in zip(result(folder)[0], expected, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-5), name
+
+
+def test_a_stopped_run_is_saved(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """SIGTERM on one process: all finish the step, save it, and leave; without a checkpoint asked for, too."""
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    run_ranks(2, run, config_of(whole, save={"every": None}))
+    (last, told), (other, _) = run_ranks(2, run, config_of(cut, save={"every": None}), 0, 3)
+    assert last == other == 3 and "stopped by SIGTERM after step 3" in told
+    assert not (tmp_path / "cut" / "model").exists()
+    assert run_ranks(2, run, config_of(cut, save={"every": None}, resume=True))[0][0] == STEPS
+    assert result(cut) == result(whole)
+
+
+def spoil(folder: Path, how: str) -> str:
+    """Damage a checkpoint; return what should be said of it."""
+    if how == "marker":
+        (folder / "commit.json").unlink()
+        return "has no commit.json, so it was not finished"
+    if how == "half a marker":
+        text = (folder / "commit.json").read_text()
+        (folder / "commit.json").write_text(text[: len(text) // 2])
+        return "its commit.json cannot be read"
+    tensors = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    size = tensors.stat().st_size
+    if how == "gone":
+        tensors.unlink()
+        return f"{tensors.name} is missing where {size:,} were written"
+    os.truncate(tensors, size // 2)
+    return f"{tensors.name} has {size // 2:,} bytes where {size:,} were written"
+
+
+def test_half_a_checkpoint_is_left_out(run_ranks: RunRanks, tmp_path: Path) -> None:
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    run_ranks(2, run, config_of(whole))
+    run_ranks(2, run, config_of(cut), 6)
+    for how in ("marker", "half a marker", "gone", "truncated"):
+        folder = tmp_path / how
+        shutil.copytree(cut, folder)
+        expected = spoil(folder / "checkpoints" / "step-00000004", how)
+        (_, told), _ = run_ranks(2, run, config_of(str(folder), resume=True))
+        assert "checkpoint step-00000004 is left out" in told and expected in told
+        assert "going on after step 2" in told
+        assert result(str(folder)) == result(whole)
+
+
+def test_without_a_checkpoint_a_run_begins(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder = str(tmp_path / "new")
+    (last, told), _ = run_ranks(2, run, config_of(folder, resume=True, max_steps=2))
+    assert last == 2 and "no checkpoint to go on from" in told
+
+
+def refused(config: RunConfig) -> str:
+    try:
+        run(config)
+    except (ConfigError, TrainingError) as error:
+        return str(error)
+    return ""
+
+
+def test_another_run_is_not_gone_on_with(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    run_ranks(2, run, config_of(folder, max_steps=2))
+    for changes, named in (
+        ({"seed": 3}, "seed was 0, here it is 3"),
+        ({"optimizer": {"kind": "adamw-host"}}, "optimizer.kind was adamw, here it is adamw-host"),
+        ({"sequence_length": 63}, "sequence_length was 64"),
+        ({"engine": "zero-1"}, "engine was of torch, here it is zero-1"),
+    ):
+        for said in run_ranks(2, refused, config_of(folder, resume=True, **changes)):
+            assert named in said and "another output_dir" in said
+
+
+def full_disk(folder: str) -> tuple[str, list[str]]:
+    """Save step 2; at step 4 one process finds its disk full."""
+    plain = loop.write_state
+
+    def write(*args: Any) -> None:
+        plain(*args)
+        if "00000004" in str(args[0]) and dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    with patch.object(loop, "write_state", write):
+        said = refused(config_of(folder))
+    return said, sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(run_ranks: RunRanks, tmp_path: Path) -> None:
+    for said, names in run_ranks(2, full_disk, str(tmp_path / "run")):
+        assert "process 1 says OSError" in said and "No space left" in said
+        assert "step-00000002" in names and "step-00000004" not in names
+    (last, told), _ = run_ranks(2, run, config_of(str(tmp_path / "run"), resume=True))
+    assert last == STEPS and "going on after step 2" in told
+
+
+class Unwelcome:
+    """Would run code while a table is read."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_a_table_runs_no_code(tmp_path: Path) -> None:
+    import pickle
+
+    from longspan.train.state import _Reader
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Unwelcome()))
+    with pytest.raises(TrainingError, match="posix.system, which no checkpoint does"):
+        _Reader(tmp_path).read_metadata()
+
+
+def closings(folder: str) -> int:
+    """Train with DeepSpeed; return how often its engine is let go of."""
+    from longspan.engines import Zero
+
+    count, plain = 0, Zero.close
+
+    def close(self: Zero) -> None:
+        nonlocal count
+        count += 1
+        plain(self)
+
+    with patch.object(Zero, "close", close):
+        run(config_of(folder, engine="zero-2", max_steps=2, save={"final": False, "every": None}))
+    return count
+
+
+def test_an_engine_is_closed_with_its_run(run_ranks: RunRanks, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    assert run_ranks(2, closings, str(tmp_path / "run")) == [1, 1]
+
+
+def started(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """Start a run of two processes on the command line."""
+    (folder / "a.txt").write_text("def double(x):\n    return 2 * x\n" * 30)
+    file = folder / "run.yaml"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 257}
+    model = {"name": "tiny-llama", "init": "random", "overrides": sizes}
+    data = {"files": str(folder / "a.txt"), "long_documents": "split"}
+    values = {"model": model, "data": data, "sequence_length": 64, "output_dir": str(folder / "out")}
+    file.write_text(yaml.safe_dump({**values, "sequence_parallel_size": 2}))
+    command = [sys.executable, "-m", "longspan", "train", str(file), "--nproc", "2", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_command(tmp_path: Path) -> None:
+    """It ends with code 0 and a checkpoint, and the same command with --resume goes on."""
+    process, metrics = started(tmp_path, "--max-steps", "100000"), tmp_path / "out" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.2)
+    process.terminate()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, (out, err)
+    steps = metrics.read_text().count("\n")
+    assert f"stopped by SIGTERM after step {steps}" in out and out.splitlines()[-1].startswith("output_dir:")
+    process = started(tmp_path, "--max-steps", str(steps + 2), "--resume")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0 and f"going on after step {steps}" in out, (out, err)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, steps + 3))
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
