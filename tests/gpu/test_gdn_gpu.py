@@ -46,9 +46,9 @@ def build(dtype: torch.dtype) -> Any:
         initializer_range=0.05,
         tie_word_embeddings=False,
     )
-    model = Qwen3NextForCausalLM(config)
+    model: Any = Qwen3NextForCausalLM(config)
     with torch.no_grad():
-        model.model.layers[0].linear_attn.A_log.copy_(torch.linspace(-6.0, -2.0, 32))  # type: ignore[union-attr]
+        model.model.layers[0].linear_attn.A_log.copy_(torch.linspace(-6.0, -2.0, 32))
     return model.to(torch.bfloat16).to("cuda", dtype).train()
 
 

@@ -57,7 +57,7 @@ def divided(mask: Mask, mesh: Mesh, kernel: str) -> list[Tensor]:
     mine = torch.tensor(layout.indices(mesh.sequence.rank), device="cuda")
     q, k, v, sinks, dout = operands(torch.bfloat16)
     leaves = [t[:, mine].requires_grad_() for t in (q, k, v)] + [sinks.float().requires_grad_()]
-    out = longspan.attend(*leaves[:3], mask, mesh, kernel=kernel, sinks=leaves[3])
+    out = longspan.attend(leaves[0], leaves[1], leaves[2], mask, mesh, kernel=kernel, sinks=leaves[3])
     found = [out.detach(), *torch.autograd.grad(out, leaves, dout[:, mine])]
     if mesh.sequence.size > 1:
         dist.all_reduce(found[-1], group=mesh.sequence.group)

@@ -99,19 +99,19 @@ _NO_ATTENTION = "never calls the attention interface"
 
 REFUSED: dict[str, Refused] = {
     "Falcon-H1": Refused(
-        lambda: hf.FalconH1Config(**_SIZES, **_MAMBA, head_dim=8, mamba_d_ssm=32),
+        lambda: hf.FalconH1Config(**dict(_SIZES, **_MAMBA), head_dim=8, mamba_d_ssm=32),
         "model.layers.0 (FalconH1DecoderLayer) mixes tokens outside its attention",
     ),
     "Gemma 3n": Refused(
         lambda: hf.Gemma3nTextConfig(
-            **_SIZES | _SHARED | {"intermediate_size": [48] * 4},
+            **dict(_SIZES, **_SHARED, intermediate_size=[48] * 4),
             laurel_rank=4,
             activation_sparsity_pattern=[0.0] * 4,
         ),
         "model.layers.2 (Gemma3nTextDecoderLayer) and all layers after it reuse the keys and values of earlier layers",
     ),
     "Gemma 4 with shared keys (E2B, E4B)": Refused(
-        lambda: hf.Gemma4TextConfig(**_SIZES | _SHARED, global_head_dim=16),
+        lambda: hf.Gemma4TextConfig(**dict(_SIZES, **_SHARED), global_head_dim=16),
         "model.layers.2 (Gemma4TextDecoderLayer) and all layers after it reuse the keys and values of earlier layers",
     ),
     "Llama 4": Refused(
@@ -142,7 +142,7 @@ REFUSED: dict[str, Refused] = {
         f"backbone.layers.0 (Mamba2Block) {_NO_ATTENTION}",
     ),
     "Bamba": Refused(
-        lambda: hf.BambaConfig(**_SIZES, **_MAMBA | {"mamba_n_heads": 8}, attn_layer_indices=[1]),
+        lambda: hf.BambaConfig(**_SIZES, **dict(_MAMBA, mamba_n_heads=8), attn_layer_indices=[1]),
         f"model.layers.0 (BambaDecoderLayer) {_NO_ATTENTION}",
     ),
     "MiniMax": Refused(

@@ -49,6 +49,16 @@ def test_exchanged_heads() -> None:
     assert kept_bytes(Keep.X_O_KV, replace(SIZE, whole=True)) == whole + 8 * 1024 * 1024, "q too"
 
 
+def test_recurrent_layers() -> None:
+    size = replace(SIZE, operands=Heads(32, 16, recurrent=True))
+    kib = {keep: kept_bytes(keep, size) / 1024 / size.tokens for keep in (Keep.X_O_KV, Keep.X_O, Keep.X, Keep.OUT)}
+    operands = 16 * (2 * 128 + 2 * 128 + 2 * 2) * 2 / 1024
+    assert kib == {Keep.X_O_KV: 16 + operands, Keep.X_O: 16, Keep.X: 8, Keep.OUT: 8}, "no lse"
+    uneven = kept_bytes(Keep.X_O_KV, replace(size, ranks=12)) - kept_bytes(Keep.X_O, size)
+    assert uneven == operands * 1024 * 1024 * 12 * 2 / 16, "12 times the tokens with 2 heads of 16"
+    assert kept_bytes(Keep.X_O_KV, replace(size, ranks=64, ulysses=64)) == kept_bytes(Keep.X_O_KV, size), "4 stretches"
+
+
 SIZES = st.lists(st.integers(0, 50), max_size=12)
 BUDGETS = st.builds(Budget, st.integers(0, 200), st.integers(0, 200), st.sampled_from([None, "/tmp"]))
 

@@ -45,7 +45,8 @@ def operands(rows: int, tokens: int, dtype: torch.dtype = torch.float64, seed: i
 
     values = HEADS * SHARE
     g, beta = -0.05 * draw(values).abs(), draw(values).sigmoid()
-    return Operands(*(t.to(dtype) for t in (draw(HEADS, DK), draw(HEADS, DK), draw(values, DV))), g, beta)
+    q, k, v = (t.to(dtype) for t in (draw(HEADS, DK), draw(HEADS, DK), draw(values, DV)))
+    return Operands(q, k, v, g, beta)
 
 
 def listed(o: Operands) -> list[Tensor]:
