@@ -99,7 +99,7 @@ _NO_ATTENTION = "never calls the attention interface"
 
 REFUSED: dict[str, Refused] = {
     "Falcon-H1": Refused(
-        lambda: hf.FalconH1Config(**dict(_SIZES, **_MAMBA), head_dim=8, mamba_d_ssm=32),
+        lambda: hf.FalconH1Config(**dict(_SIZES, **_MAMBA, head_dim=8, mamba_d_ssm=32)),
         "model.layers.0 (FalconH1DecoderLayer) mixes tokens outside its attention",
     ),
     "Gemma 3n": Refused(
@@ -111,7 +111,7 @@ REFUSED: dict[str, Refused] = {
         "model.layers.2 (Gemma3nTextDecoderLayer) and all layers after it reuse the keys and values of earlier layers",
     ),
     "Gemma 4 with shared keys (E2B, E4B)": Refused(
-        lambda: hf.Gemma4TextConfig(**dict(_SIZES, **_SHARED), global_head_dim=16),
+        lambda: hf.Gemma4TextConfig(**dict(_SIZES, **_SHARED, global_head_dim=16)),
         "model.layers.2 (Gemma4TextDecoderLayer) and all layers after it reuse the keys and values of earlier layers",
     ),
     "Llama 4": Refused(
