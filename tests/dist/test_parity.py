@@ -15,7 +15,7 @@ from torch import Tensor
 
 import longspan
 from dense import TOLERANCE, apart, relative
-from longspan.batch import Shard
+from longspan.batch import IGNORE_INDEX, Shard
 from longspan.integrations.transformers import Applied
 from models import MIXED_HEADS, Rows, WideMode, build, gradients, one_device
 from pool import RunRanks
@@ -195,7 +195,8 @@ def local_labels() -> Any:
 
     def cut(self: Shard, field: Tensor, fill: int | float = 0) -> Tensor:
         part = right(self, field, fill).clone()
-        part[:, -1] = -100
+        if fill == IGNORE_INDEX:
+            part[:, -1] = IGNORE_INDEX
         return part
 
     return patch.object(Shard, "cut", cut)
