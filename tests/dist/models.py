@@ -24,8 +24,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
-    Qwen3Config,
     Qwen3_5TextConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )

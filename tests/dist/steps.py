@@ -11,16 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from dense import TOLERANCE, apart, relative
-from models import Rows, build
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import longspan
+from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.engines import build_engine
 from longspan.plan.keep import Memory
+from models import Rows, build
 
 Errors = dict[str, float]
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from dense import TOLERANCE, apart, relative
-from models import Rows, build
-from pool import RunRanks
-from steps import Case, adapted, all_errors, gradients, make, truth_of
 from torch import Tensor, nn
 
 import longspan
+from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.errors import TrainingError
 from longspan.plan.keep import Keep, Memory
+from models import Rows, build
+from pool import RunRanks
+from steps import Case, adapted, all_errors, gradients, make, truth_of
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.dist
@@ -71,7 +71,7 @@ def two_adapters() -> Any:
 
 
 def _unfreeze(model: Any) -> None:
-    """Train the first adapter, active or not; as in plain models, what is frozen at the time of backward gets nothing."""
+    """Train the first adapter, active or not; as in plain models, what is frozen in backward gets nothing."""
     for name, p in model.named_parameters():
         if "default" in name:
             p.requires_grad_()

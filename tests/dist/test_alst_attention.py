@@ -23,7 +23,8 @@ register: Any = UlyssesSPAttentionHF.register_with_transformers
 
 
 def config(heads: int = 4, kv_heads: int = 2, **changed: Any) -> LlamaConfig:
-    sizes: Any = dict(hidden_size=8 * heads, intermediate_size=40, num_hidden_layers=2, vocab_size=53, head_dim=8)
+    sizes: Any = {"hidden_size": 8 * heads, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 53}
+    sizes["head_dim"] = 8
     return LlamaConfig(**sizes | changed, num_attention_heads=heads, num_key_value_heads=kv_heads)
 
 
@@ -113,7 +114,7 @@ def train_windowed(kind: str) -> dict[str, float]:
     """One step of a model whose layers see a window, alone and divided."""
     from transformers import MistralConfig
 
-    sizes: Any = dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, vocab_size=53, head_dim=8)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 53, "head_dim": 8}
     made: Any = MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=6)
     true_loss, true_gradients = truth(made, kind)
     mpu = register(made, "sdpa", 2, 2)
@@ -129,7 +130,10 @@ def train_windowed(kind: str) -> dict[str, float]:
         total = loss.detach().clone()
         for tensor in (total, *(p.grad for p in model.parameters())):
             dist.all_reduce(tensor, group=group)
-        errors = {n: float((p.grad - true_gradients[n]).norm() / true_gradients[n].norm()) for n, p in model.named_parameters()}
+        errors = {
+            n: float((p.grad - true_gradients[n]).norm() / true_gradients[n].norm())
+            for n, p in model.named_parameters()
+        }
         return errors | {"loss": abs(total.item() / true_loss - 1)}
     finally:
         UlyssesSPAttentionHF.unregister()
@@ -360,11 +364,21 @@ def bad_models() -> None:
 
     positions = 8 * dist.get_rank() + torch.arange(8)[None]
     part = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "position_ids": positions}
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 9, "head_dim": 8, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "vocab_size": 9,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+    }
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
     chunks: dict[str, Any] = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 16}
     dynamic: Any = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    linear: dict[str, Any] = {"layer_types": ["full_attention", "linear_attention"], "num_experts": 0, "linear_num_value_heads": 2}
+    linear: dict[str, Any] = {
+        "layer_types": ["full_attention", "linear_attention"],
+        "num_experts": 0,
+        "linear_num_value_heads": 2,
+    }
     cases = [
         ("asks attention for chunks of 4 tokens", Llama4TextConfig(**sizes, **heads, **chunks)),
         ("rotary embeddings of type 'dynamic'", LlamaConfig(**sizes, **heads, rope_parameters=dynamic)),

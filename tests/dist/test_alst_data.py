@@ -157,7 +157,9 @@ def bad() -> list[str]:
 
 def test_batches_that_cannot_be_divided_stop_all_ranks(run_ranks: Any) -> None:
     other, own = run_ranks(2, bad)
-    assert all("Rank 1 of those that share rows" in words and mine in words for words, mine in zip(other, own, strict=True))
+    assert all(
+        "Rank 1 of those that share rows" in words and mine in words for words, mine in zip(other, own, strict=True)
+    )
     positions, labels, pixels, scalar, empty = own
     assert "torch.arange(input_ids.shape[1])" in positions and "torch.cat([torch.arange(n) for n in" in positions
     assert "needs labels as tensors [B, S]" in labels

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dense import TOLERANCE, Starts, attention, relative
 from longspan import Layout, Mask, attend
-from longspan.attention import ulysses as ulysses_module
 from longspan.attention import gather as gather_module
+from longspan.attention import ulysses as ulysses_module
 from longspan.attention.gather import _Walk
 from longspan.attention.gathering import Gathering, Indices
 from longspan.attention.ring import Ring

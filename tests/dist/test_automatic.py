@@ -9,10 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from models import Rows, build, one_device
-from pool import RunRanks
-from test_parity import Errors, compare, exact, worst
-from test_stream import wide
 
 import longspan
 from longspan.errors import ConfigError
@@ -22,6 +18,10 @@ from longspan.plan.machine import GIB, MACHINES, KernelRate
 from longspan.plan.memory import HOST_RESERVE_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
 from longspan.plan.plan import Plan
 from longspan.plan.setup import Optimizer
+from models import Rows, build, one_device
+from pool import RunRanks
+from test_parity import Errors, compare, exact, worst
+from test_stream import wide
 
 pytestmark = pytest.mark.dist
 
@@ -210,7 +210,9 @@ def test_optimizer_is_counted() -> None:
 def test_an_engine_says_what_it_holds(engine: str, parameters: float, states: float) -> None:
     """DeepSpeed's bfloat16 stages hold more than the model shows, and divide it by stage."""
     handle = longspan.prepare(build("llama"), 1)
-    automatic = replace(on(handle, 100 * GIB), optimizer=None, mesh=replace(handle.mesh, world=replace(handle.mesh.world, size=4)))
+    automatic = replace(
+        on(handle, 100 * GIB), optimizer=None, mesh=replace(handle.mesh, world=replace(handle.mesh.world, size=4))
+    )
     handle.automatic = automatic
     automatic.plan(handle.model, 1, 4096)
     handle.held_by(engine, Optimizer.under_zero(int(engine[-1]), 2))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import Rows, build
-from pool import RunRanks
-from test_stream import wide
 from torch import Tensor, nn
 
 import longspan
 from longspan.plan.keep import Keep, Memory
+from models import Rows, build
+from pool import RunRanks
+from test_stream import wide
 
 pytestmark = pytest.mark.dist
 
@@ -58,7 +58,7 @@ def masks(ring: int, memory: Memory) -> tuple[list[Tensor], Tensor, list[Tensor]
 def test_ranks_drop_different_elements(run_ranks: RunRanks, ring: int) -> None:
     plain = run_ranks(2, masks, ring, MEMORIES["plain"])
     for name, memory in MEMORIES.items():
-        (first, state, gradients), (second, other, _) = found = run_ranks(2, masks, ring, memory)
+        (first, state, _gradients), (second, other, _) = found = run_ranks(2, masks, ring, memory)
         for one, two in zip(first, second, strict=True):  # whole-mode layers run tiles twice before they are finished
             assert 0.3 < float((one != two[: len(one)]).double().mean()) < 0.7, name
         assert 0.3 < float((first[0] != first[1]).double().mean()) < 0.7, "another pass, other elements"

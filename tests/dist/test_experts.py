@@ -1,4 +1,4 @@
-"""Experts that see no token on some rank, in every implementation of transformers, and routers that choose by a bias."""
+"""Experts that see no token on some rank, in every implementation of transformers, and routers with a bias."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from dense import TOLERANCE, apart, relative
-from models import Rows
-from pool import RunRanks
-from steps import Errors, gradients, truth_of
 from transformers.integrations import moe
 
 import longspan
+from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.engines import build_engine
 from longspan.errors import ModelError
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
 from longspan.plan.keep import Keep, Memory
+from models import Rows
+from pool import RunRanks
+from steps import Errors, gradients, truth_of
 
 pytestmark = pytest.mark.dist
 

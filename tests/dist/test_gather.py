@@ -9,13 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from dense import apart
-from models import VOCABULARY, Rows, WideMode, build, one_device
-from pool import RunRanks
-from test_parity import Errors, compare, exact, worst
-from test_stream import KEEPS, wide
 
 import longspan
+from dense import apart
 from longspan.attention import gather as gather_module
 from longspan.batch import CONTEXT
 from longspan.comm.rows import exchange_rows
@@ -23,6 +19,10 @@ from longspan.engines import build_engine
 from longspan.errors import ConfigError
 from longspan.plan.exchange import ExchangeRule
 from longspan.plan.keep import Keep, Memory
+from models import VOCABULARY, Rows, WideMode, build, one_device
+from pool import RunRanks
+from test_parity import Errors, compare, exact, worst
+from test_stream import KEEPS, wide
 
 pytestmark = pytest.mark.dist
 
@@ -188,9 +188,10 @@ def refused(kernel: str, choice: Any) -> str:
 
 
 def test_an_exchange_that_cannot_be_had_is_refused(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, refused, "auto", "scatter") == [
-        "kv_exchange must be one of auto, ring, gather, got 'scatter'."
-    ] * 2
+    assert (
+        run_ranks(2, refused, "auto", "scatter")
+        == ["kv_exchange must be one of auto, ring, gather, got 'scatter'."] * 2
+    )
     with pytest.raises(ConfigError, match=r"kv_exchange 'gather' needs packed causal calls .*: dense only\. Name"):
         ExchangeRule("gather", refusal="dense only")
     with nullcontext():

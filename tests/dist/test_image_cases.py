@@ -9,19 +9,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dense import TOLERANCE, relative
-from pictures import Album, build, gradients, one_device
-from pool import RunRanks
-from test_images import PACKED, SEVERAL, Case, train, wrong
 from torch import Tensor
 
 import longspan
+from dense import TOLERANCE, relative
 from longspan.batch import Shard
 from longspan.check.float64 import float64_throughout
 from longspan.errors import BatchError
 from longspan.images import Route
 from longspan.integrations.transformers.pictures import Pictures
 from longspan.plan.keep import Keep, Memory
+from pictures import Album, build, gradients, one_device
+from pool import RunRanks
+from test_images import PACKED, SEVERAL, Case, train, wrong
 
 pytestmark = pytest.mark.dist
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from dense import TOLERANCE, apart, relative
-from pictures import Album, Item, build, one_device
-from pool import RunRanks
 from torch import Tensor
 
 import longspan
+from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.engines import build_engine
 from longspan.plan.keep import Keep, Memory
+from pictures import Album, Item, build, one_device
+from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 
@@ -42,7 +42,7 @@ class Case:
 
     steps: Sequence[Sequence[Album]]
     degrees: tuple[int, int]
-    memory: Memory = Memory()
+    memory: Memory = field(default_factory=Memory)
     engine: str = "single"
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from dense import TOLERANCE, relative
-from models import Rows, _sizes, gradients, one_device
-from pool import RunRanks
 
 import longspan
+from dense import TOLERANCE, relative
 from longspan.check.float64 import float64_throughout
 from longspan.integrations.transformers.forward import OUTPUT
 from longspan.loss import LossOptions
 from longspan.plan.keep import Keep, Memory
+from models import Rows, _sizes, gradients, one_device
+from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 
@@ -54,7 +54,7 @@ def errors_of(kind: str, degrees: tuple[int, int], way: str, logits: bool, forge
     ulysses, ring = degrees
     with float64_throughout():
         model = build(kind)
-        loss, wanted, targets = one_device(model, [ROWS])
+        loss, wanted, _targets = one_device(model, [ROWS])
         options: Any = {"ulysses_degree": ulysses, "ring_degree": ring, "memory": WAYS[way], "logits": logits}
         handle = longspan.prepare(model, ulysses * ring, **options)
         found = handle.logit_options

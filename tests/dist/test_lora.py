@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dense import TOLERANCE, relative
-from models import Rows, build
-from pool import RunRanks
-from steps import adapted, gradients, truth_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
+from dense import TOLERANCE, relative
 from longspan.check.float64 import float64_throughout
 from longspan.engines import build_engine
 from longspan.integrations.adapters import write_adapter
 from longspan.plan.keep import Keep, Memory
 from longspan.train.checkpoint import full_state, save_model
+from models import Rows, build
+from pool import RunRanks
+from steps import adapted, gradients, truth_of
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.dist
@@ -200,5 +199,3 @@ class Gathered(TorchDispatchMode):
 
 def test_sharded_adapters_are_gathered_alone(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(2, saving_case, str(tmp_path))
-
-

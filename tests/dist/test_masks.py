@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import longspan
 import steps
 from dense import apart
 from longspan.attention import build as build_module
-from longspan.attention.ring import Ring
 from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
 from longspan.batch import Shard
@@ -25,7 +24,6 @@ from longspan.check.float64 import float64_throughout
 from longspan.kernels.protocol import Score
 from longspan.layout import Layout
 from longspan.plan.keep import Keep, Memory
-from longspan.stream import attending as attending_module
 from longspan.stream.prefix import Tiles
 from models import WINDOW, Rows, build
 from pool import RunRanks

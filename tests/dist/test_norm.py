@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Rows, build, gradients
-from pool import RunRanks
-from test_stream import PACKED, streamed_errors
-from test_parity import exact, worst
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +19,10 @@ from longspan.integrations.transformers.parts import Parts
 from longspan.loss import tiled_loss
 from longspan.plan.keep import Keep, Memory
 from longspan.tiled import tile
+from models import Rows, build
+from pool import RunRanks
+from test_parity import exact, worst
+from test_stream import PACKED, streamed_errors
 
 pytestmark = pytest.mark.dist
 

@@ -10,8 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from models import build
-from pool import RunRanks
 
 import longspan
 from longspan.integrations.shapes import model_shape
@@ -20,6 +18,8 @@ from longspan.plan.machine import MACHINES, Cluster, KernelRate
 from longspan.plan.memory import Ledger
 from longspan.plan.setup import Optimizer, Setup
 from longspan.plan.solve import solve
+from models import build
+from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 

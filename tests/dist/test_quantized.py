@@ -10,19 +10,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dense import apart, relative
-from models import Rows, build
-from pool import RunRanks
-from steps import gradients
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
+from dense import apart, relative
 from longspan.engines import build_engine
 from longspan.errors import ModelError
 from longspan.plan.keep import Keep, Memory
 from longspan.stream import quantized
 from longspan.stream.quantized import mixes_tokens, packed_size, quantised, whole_weight
+from models import Rows, build
+from pool import RunRanks
+from steps import gradients
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.dist
@@ -208,7 +208,7 @@ def test_log_probabilities_of_a_packed_head(run_ranks: RunRanks, kind: str) -> N
 def test_an_error_in_a_pass_leaves_the_weights_packed(kind: str) -> None:
     model = packed_model(kind)
     modules = [m for m in model.modules() if quantised(m)]
-    with pytest.raises(RuntimeError, match="inside"), quantized.whole_weights(modules):
+    with pytest.raises(RuntimeError, match="inside"), quantized.whole_weights(modules):  # noqa: PT012
         assert not any(quantised(m) for m in modules)
         raise RuntimeError("inside")
     assert all(quantised(m) for m in modules)

@@ -1,4 +1,4 @@
-"""Models with gated delta nets against one device, in fp64: every exchange, packing and decision, and what must not leak."""
+"""Models with gated delta nets against one device, in fp64: every exchange, packing and decision, and leaks."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
-import models
 import pytest
-import test_zero
 import torch
-from dense import TOLERANCE, apart, relative
-from models import Rows, build, one_device
-from pool import RunRanks
-from steps import adapted, gradients
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import longspan
 import longspan.recurrent.build as build_of_recurrence
+import models
+import test_zero
+from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
-from longspan.engines import build_engine
 from longspan.comm.regroup import Regroup
+from longspan.engines import build_engine
 from longspan.plan.keep import Keep, Memory
 from longspan.recurrent.build import Share
 from longspan.recurrent.rule import ChunkedRule
 from longspan.recurrent.stretch import Stretch
+from models import Rows, build, one_device
+from pool import RunRanks
+from steps import adapted, gradients
 
 pytestmark = pytest.mark.dist
 
@@ -56,7 +56,7 @@ STREAMED = [
 class Case:
     family: str
     degrees: tuple[int, int]
-    memory: Memory = Memory()
+    memory: Memory = field(default_factory=Memory)
     steps: tuple[tuple[Rows, ...], ...] = ((PACKED,),)
     engine: str = "single"
     mistake: str | None = None
@@ -73,7 +73,9 @@ def make(case: Case) -> Any:
     if not case.adapters:
         return model
     targets = ["in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_a", "out_proj", "q_proj"]
-    return adapted(model, target_modules=[name for name in targets if f".{name}." in str(list(dict(model.named_parameters())))])
+    return adapted(
+        model, target_modules=[name for name in targets if f".{name}." in str(list(dict(model.named_parameters())))]
+    )
 
 
 @functools.cache
@@ -177,9 +179,11 @@ def state_across_documents() -> Any:
 
 def no_halo() -> Any:
     right = Share.of
-    return patch.object(Share, "of", lambda mask, rows, layout, axis, heads, halo, device: right(
-        mask, rows, layout, axis, heads, 0, device
-    ))
+    return patch.object(
+        Share,
+        "of",
+        lambda mask, rows, layout, axis, heads, halo, device: right(mask, rows, layout, axis, heads, 0, device),
+    )
 
 
 def halo_without_gradient() -> Any:

@@ -19,14 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from launched import launched
-from pool import RunRanks
 
+from launched import launched
 from longspan.config import RunConfig, parse_config
 from longspan.errors import ConfigError, TrainingError
 from longspan.train import loop
 from longspan.train.data import Corpus
 from longspan.train.progress import Progress
+from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 

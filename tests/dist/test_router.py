@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -11,20 +11,19 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from dense import TOLERANCE, apart, relative
-from models import Rows, build
-from pool import RunRanks
-from steps import COEFFICIENT, Case, Errors, all_errors, gradients, make, step_errors, truth_of
-from torch import Tensor
 from transformers.integrations import moe
 
 import longspan
+from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.errors import ModelError
 from longspan.integrations.transformers import forward
 from longspan.plan.keep import Keep, Memory
-from longspan.stream.run import Gradients
 from longspan.stream.routing import Choices, TileRouting
+from longspan.stream.run import Gradients
+from models import Rows, build
+from pool import RunRanks
+from steps import COEFFICIENT, Case, Errors, all_errors, gradients, make, truth_of
 
 pytestmark = pytest.mark.dist
 

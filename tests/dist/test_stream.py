@@ -10,22 +10,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from dense import relative
-from models import Rows, WideMode, build, gradients, one_device
-from pool import RunRanks
-from test_parity import Errors, compare, exact, worst
 from torch import Tensor
 
 import longspan
+from dense import relative
 from longspan.attention.ulysses import Ulysses
 from longspan.errors import ConfigError, ModelError, TrainingError
-from longspan.stream.function import StreamedLayer
-from longspan.stream.run import Gradients
 from longspan.plan.keep import Keep, Memory
 from longspan.stream import prefix
+from longspan.stream.function import StreamedLayer
 from longspan.stream.prefix import Prefix
+from longspan.stream.run import Gradients
 from longspan.tiled import TiledFunction
 from longspan.tiling import Ambient
+from models import Rows, WideMode, build, gradients, one_device
+from pool import RunRanks
+from test_parity import Errors, compare, exact, worst
 
 pytestmark = pytest.mark.dist
 

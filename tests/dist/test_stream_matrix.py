@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import cycle, product
+from itertools import combinations, cycle, product
 
 import pytest
-from pool import RunRanks
-from steps import Case, all_errors
 
 from longspan.plan.keep import Keep, Memory
+from pool import RunRanks
+from steps import Case, all_errors
 
 pytestmark = pytest.mark.dist
 
@@ -54,6 +54,6 @@ def test_the_cases_cover_every_pair() -> None:
     values = [
         (c.preset, c.degrees, c.memory.keep, c.memory.tile_tokens, c.engine, c.batch.split(",")[0]) for c in everything
     ]
-    for i, j in [(i, j) for i in range(6) for j in range(i)]:
+    for i, j in combinations(range(6), 2):
         pairs = {(str(v[i]), str(v[j])) for v in values}
         assert len(pairs) == len({str(v[i]) for v in values}) * len({str(v[j]) for v in values}), (i, j)

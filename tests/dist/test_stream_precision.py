@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RunRanks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import longspan
 from longspan.engines import build_engine
 from longspan.plan.keep import Keep, Memory
+from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 

@@ -10,18 +10,18 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from dense import TOLERANCE, relative
-from models import Rows, build, gradients
-from pool import RunRanks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import longspan
+from dense import relative
 from longspan.errors import ModelError
 from longspan.plan.keep import Keep, Memory
 from longspan.stream.prefix import Prefix
+from models import Rows, build, gradients
+from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import build
-from pool import RunRanks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import longspan
 from longspan.errors import ModelError
+from models import build
+from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 
@@ -55,7 +55,7 @@ def wrap(model: Any, engine: str) -> nn.Module:
 
 
 def train(engine: str, first: bool, checkpointed: bool) -> float:
-    """Return the largest relative error of a gradient; rank 0 cuts into 2 tiles, rank 1 into 7, rank 2 into one each."""
+    """Return the largest relative error of a gradient; ranks cut into 2 tiles, into 7, and into one each."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = in_fp64()
     plain = copy.deepcopy(model)

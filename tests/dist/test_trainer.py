@@ -6,22 +6,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
-import trainers
-from transformers import DataCollatorWithFlattening, Trainer
-from trainers import STEPS, Case, smooth, Padded, accelerated, arguments, build, make, rows, whole
 
+import trainers
 from longspan.check.float64 import float64_throughout
-from longspan.errors import BatchError, ConfigError, LongspanError, TopologyError
 from longspan.integrations.trainer import enable
 from longspan.plan.keep import Keep, Memory
+from trainers import STEPS, Case, accelerated, build, make, smooth, whole
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +53,9 @@ def check(found: dict[str, Any], expected: dict[str, Any], tolerance: float = TO
     assert found["eval"][-1] == pytest.approx(expected["eval"][-1], rel=tolerance)
     assert found["eval"][0] == pytest.approx(expected["eval"][-len(found["eval"])], rel=tolerance)
     compare(found["moved"], expected["moved"], tolerance)
-    for mine, theirs in zip([m for m in found["metrics"] if m][-5:], [m for m in expected["metrics"] if m][-5:]):
+    for mine, theirs in zip(
+        [m for m in found["metrics"] if m][-5:], [m for m in expected["metrics"] if m][-5:], strict=True
+    ):
         assert mine == pytest.approx(theirs, rel=tolerance)
 
 
@@ -222,7 +220,7 @@ def alone(case: Case, seed: int) -> dict[str, Any]:
 def test_two_trainers_in_one_process(run_ranks: Any, both: bool) -> None:
     expected = [run_ranks(1, alone, Case("none"), seed)[0] for seed in (7, 8)]
     for found in run_ranks(2, two_trainers, Case("ddp", 2, 2), both):
-        for mine, theirs in zip(found, expected):
+        for mine, theirs in zip(found, expected, strict=True):
             assert mine["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
             compare(mine["moved"], theirs["moved"])
         assert found[2]["eval"] == pytest.approx(expected[0]["eval"], rel=TOLERANCE)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
-import trainers
 from transformers import DataCollatorWithFlattening, Trainer
-from trainers import Case, Padded, accelerated, arguments, build, make, rows, smooth, whole
 
+import trainers
 from longspan.check.float64 import float64_throughout
 from longspan.errors import BatchError, ConfigError, LongspanError
 from longspan.integrations.trainer import enable
+from trainers import Case, Padded, accelerated, arguments, build, make, rows, smooth, whole
 
 pytestmark = pytest.mark.dist
 
@@ -62,7 +62,9 @@ def evaluate(case: Case, how: str, count: int) -> dict[str, float]:
         found = trainer.evaluate()
         if "predictions" in how:
             predicted = trainer.predict(parts["eval_dataset"])
-            real = [values[: len(row["input_ids"])] for values, row in zip(predicted.predictions, rows(count))]
+            real = [
+                values[: len(row["input_ids"])] for values, row in zip(predicted.predictions, rows(count), strict=False)
+            ]
             found |= {f"value{i}": float(np.abs(values).sum()) for i, values in enumerate(real)}
         assert found["eval_steps_per_second"] > 0
         steps = found["eval_steps_per_second"] * found["eval_runtime"]
@@ -113,7 +115,7 @@ def disabled(case: Case, trained: bool) -> None:
         assert all(torch.equal(value, values[name]) for name, value in whole(model).items())
         now = state(trainer)
         assert [sorted(owner) for owner in now] == [sorted(owner) for owner in seen]
-        for before, after in zip(seen, now):
+        for before, after in zip(seen, now, strict=True):
             changed = [name for name in before if name != "config" and before[name] is not after[name]]
             assert all(before[name] == after[name] for name in changed), changed
         kept = {name: value for name, value in vars(model.config).items() if not name.startswith("_attn")}

@@ -22,7 +22,8 @@ REL = 1e-10
 
 def build(heads: int = 4, kv_heads: int = 2) -> Any:
     torch.manual_seed(7)
-    sizes: Any = dict(hidden_size=8 * heads, intermediate_size=40, num_hidden_layers=2, vocab_size=53, head_dim=8)
+    sizes: Any = {"hidden_size": 8 * heads, "intermediate_size": 40, "num_hidden_layers": 2, "vocab_size": 53}
+    sizes["head_dim"] = 8
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=kv_heads)
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
 

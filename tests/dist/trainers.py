@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-
 import importlib
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from steps import adapted
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig, Qwen3MoeConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+)
 
 from longspan.check.float64 import float64_throughout
 from longspan.integrations.trainer import enable
+from steps import adapted
 
 VOCABULARY = 53
 STEPS = 3
@@ -41,7 +46,6 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     cp_axis: bool = False
-
 
     @property
     def zero(self) -> bool:
@@ -130,7 +134,11 @@ def accelerated(case: Case) -> Iterator[None]:
     before = dict(os.environ)
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="localhost",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="localhost",
         MASTER_PORT="29511",
     )
     reset()
@@ -199,7 +207,7 @@ def arguments(case: Case, folder: str, kind: Any = TrainingArguments, **changed:
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType
 
-        made._setup_devices
+        _ = made._setup_devices  # makes the state, which is then changed
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return made
 

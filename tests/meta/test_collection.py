@@ -1,7 +1,8 @@
-"""The test command runs all tests: none lies in a folder that pytest leaves out."""
+"""The test command runs all tests, and the linter reads them: none lies in a folder that is left out."""
 
 from __future__ import annotations
 
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,3 +18,10 @@ def test_every_folder_of_tests_is_entered(pytestconfig: pytest.Config) -> None:
     assert pytestconfig.getini("testpaths") == ["tests"]
     unseen = [str(f) for f in folders if any(fnmatch(part, pattern) for part in f.parts for pattern in left_out)]
     assert not unseen
+
+
+def test_every_folder_of_tests_is_linted() -> None:
+    settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]
+    left_out = settings["exclude"]  # in place of ruff's own list, which names dist
+    files = [path.relative_to(TESTS.parent) for path in TESTS.rglob("*.py")]
+    assert not [f for f in files if any(fnmatch(part, pattern) for part in f.parts for pattern in left_out)]
