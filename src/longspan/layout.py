@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -158,3 +158,14 @@ def _cut(pieces: Sequence[Piece], part: Piece) -> Iterator[Piece]:
             shift = piece.start - offset
             yield Piece(both.start + shift, both.stop + shift)
         offset += len(piece)
+
+
+def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """Return ascending pieces, those that follow each other as one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and found[-1].stop == piece.start:
+            found[-1] = Piece(found[-1].start, piece.stop)
+        else:
+            found.append(piece)
+    return tuple(found)

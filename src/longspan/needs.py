@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longspan.layout import Layout, Piece
+from longspan.layout import Layout, Piece, joined
 from longspan.mask import Mask
 
 
@@ -76,7 +76,7 @@ def _runs(layout: Layout, rank: int, starts: Sequence[Sequence[int]], window: in
     numbered = 0
     for row, firsts in enumerate(starts):
         offset = row * layout.length
-        for piece in layout.ring_pieces(rank):
+        for piece in joined(layout.ring_pieces(rank)):
             number = bisect_right(firsts, piece.start) - 1
             at = piece.start
             while at < piece.stop:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import ceil, isqrt
 
 from longspan.errors import TopologyError
-from longspan.layout import Layout, Piece, Segment
+from longspan.layout import Layout, Piece, Segment, joined
 
 MOVE_PAIRS = 512
 """Pairs of a query and a key that are computed in the time in which one key and value travel: forward and backward of
@@ -43,7 +43,7 @@ def segment_layout(tokens: int, starts: Sequence[int], ring: int, ulysses: int =
     length = Layout(tokens, ring, ulysses).length
     plan = plan_segments([b - a for a, b in pairwise([*starts, length])], ring)
     pieces = ((Piece(starts[s.document] + s.start, starts[s.document] + s.stop) for s in own) for own in plan)
-    return Layout(tokens, ring, ulysses, held=tuple(map(_joined, pieces)))
+    return Layout(tokens, ring, ulysses, held=tuple(map(joined, pieces)))
 
 
 def plan_segments(lengths: Sequence[int], ranks: int) -> tuple[tuple[Segment, ...], ...]:
@@ -242,14 +242,3 @@ def _merged(segments: Sequence[Segment]) -> Iterator[Segment]:
         last = segment
     if last:
         yield last
-
-
-def _joined(pieces: Iterator[Piece]) -> tuple[Piece, ...]:
-    """Return ascending pieces, those that follow each other as one."""
-    found: list[Piece] = []
-    for piece in pieces:
-        if found and found[-1].stop == piece.start:
-            found[-1] = Piece(found[-1].start, piece.stop)
-        else:
-            found.append(piece)
-    return tuple(found)

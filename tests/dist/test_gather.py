@@ -59,6 +59,7 @@ def gathered_errors(
             assert handle.plan.kv_exchange.startswith(told)
             assert handle.plan.kv_exchange in handle.plan.explain()
             out = model(**part)
+            assert (handle.plan.kv_exchange or "").startswith(told)
             out.loss.backward()
             handle.reduce_gradients()
         errors = compare(model, wanted) | {"loss": apart(float(out.loss.detach()), loss)}
@@ -98,6 +99,12 @@ def test_several_rows_and_single_documents_may_be_gathered_on_request(run_ranks:
         world = degrees[0] * degrees[1]
         results = run_ranks(world, gathered_errors, "llama", degrees, batches, kv_exchange="gather")
         assert exact(results), worst(results)
+
+
+def test_documents_across_the_pieces_of_one_rank(run_ranks: RunRanks) -> None:
+    """Nobody needs another rank's keys; the middle document lies in both pieces of the last rank, which touch."""
+    results = run_ranks(2, gathered_errors, "llama", (1, 2), [Rows([[4, 8, 4], [4, 8, 4]])], kv_exchange="gather")
+    assert exact(results), worst(results)
 
 
 def test_they_go_around_a_ring_by_themselves(run_ranks: RunRanks) -> None:

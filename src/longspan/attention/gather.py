@@ -54,8 +54,10 @@ class Gather:
         else:
             out = q.new_empty(*q.shape[:-1], v.shape[-1])
             lse = q.new_empty(1, q.shape[2], q.shape[1], dtype=wide(q.dtype))
-            for heads, operands in zip(walk.queries, walk.operands(), strict=True):
-                out[:, :, heads], lse[:, heads] = self.kernel.forward(q[:, :, heads], *operands, walk.plan.block, score)
+            operands = walk.operands()
+            for heads in walk.queries:
+                part = self.kernel.forward(q[:, :, heads], *next(operands), walk.plan.block, score)
+                out[:, :, heads], lse[:, heads] = part
         rows = k.shape[:2]
         return out.view(*rows, *out.shape[2:]), lse[0].unflatten(1, rows).transpose(0, 1)
 
@@ -76,15 +78,18 @@ class Gather:
         q, dout, out, lse = _flat(q), _flat(dout), _flat(out), lse.transpose(0, 1).flatten(1)[None]
         grads: list[tuple[Tensor, ...]] = []
         returning: Pending[tuple[Tensor, Tensor]] | None = None
-        for heads, (keys, values) in zip(walk.queries, walk.operands(), strict=True):
+        operands = walk.operands()
+        for heads in walk.queries:
+            keys, values = next(operands)
             final = (out[:, :, heads], lse[:, heads])
             dq, dkeys, dvalues = self.kernel.backward(
                 dout[:, :, heads], q[:, :, heads], keys, values, *final, walk.plan.block, score
             )
-            del keys, values
+            del keys, values  # zip would hold them while the next chunk's are laid out
             if returning is not None:
                 grads[-1] = (grads[-1][0], *returning.wait())
             returning = walk.send_back(dkeys, dvalues)
+            del dkeys, dvalues
             grads.append((dq,))
         assert returning is not None
         grads[-1] = (grads[-1][0], *returning.wait())

@@ -82,7 +82,7 @@ class Gathering:
             block=Block(True, left=left) if len(runs) == 1 else Block(True, cu_q, cu_k, left),
             sends=tuple(sum(map(len, pieces)) for pieces in sent),
             receives=tuple(sum(map(len, pieces)) for pieces in received),
-            moves=needs.remote > 0,
+            moves=any(map(bool, needs.wanted)),
             chunks=chunks_of(needs),
             _ranges=_Ranges(runs, cu_q, cu_k, sent, received),
         )

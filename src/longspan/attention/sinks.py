@@ -13,6 +13,9 @@ from torch import Tensor
 
 from longspan.kernels.protocol import wide
 
+_WIDE_NUMBERS = 1 << 26
+"""Numbers of `out` that are widened at a time."""
+
 
 def absorb_(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Let sinks take their share of a complete attention; `out` is changed in place.
@@ -37,11 +40,14 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     Args:
         dout, out: [B, S, H, Dv]; lse: [B, H, S]: with the sinks.
 
-    Cost: head by head, so that no wide copy of `out` is made.
+    Cost: a few heads at a time, so that no wide copy of all of `out` is made.
     """
     dtype = wide(out.dtype)
+    group = max(1, _WIDE_NUMBERS // (out.numel() // out.shape[2]))
     parts = []
-    for head, sink in enumerate(sinks.to(lse.dtype)):
-        delta = (dout[:, :, head].to(dtype) * out[:, :, head].to(dtype)).sum(-1)  # [B, S]
-        parts.append(-(torch.exp(sink - lse[:, head]) * delta).sum())
-    return torch.stack(parts)
+    for first in range(0, out.shape[2], group):
+        heads = slice(first, first + group)
+        delta = (dout[:, :, heads].to(dtype) * out[:, :, heads].to(dtype)).sum(-1)  # [B, S, heads]
+        shares = torch.exp(sinks[heads, None].to(lse.dtype) - lse[:, heads])  # [B, heads, S]
+        parts.append(-(shares * delta.transpose(1, 2)).sum((0, 2)))
+    return torch.cat(parts)

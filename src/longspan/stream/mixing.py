@@ -46,7 +46,7 @@ class PrefixMixing(Mixing):
         else:
             walk.in_turn()
         if keep is Keep.PRODUCTS:
-            self.counts = [len(products) for products in walk.products]
+            self.counts = [len(products) for products in walk.products] or [0] * len(walk.queries)
         products = (product for products in walk.products for product in products)
         return (*(walk.prefix.keys_values() if keep.has_kv else ()), *walk.kept, *walk.queries, *products)
 
