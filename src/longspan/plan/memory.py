@@ -315,8 +315,8 @@ class Ledger:
         return 4 * q + max(around, home)
 
     def _recurrence(self, layer: LayerShape, backward: bool) -> float:
-        """Operands of a recurrence over a stretch, as exchanged, convolved and activated, on the rank with most heads; in
-        backward what its kernels keep besides (values and keys once more, a state per chunk) and all their
+        """Operands of a recurrence over a stretch, as exchanged, convolved and activated, on the rank with most heads;
+        in backward what its kernels keep besides (values and keys once more, a state per chunk) and all their
         gradients. Reckoned, not measured."""
         setup = self.setup
         key_heads = setup.local * most_key_heads(layer, setup.ulysses * setup.ring) * setup.itemsize
