@@ -13,6 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from longspan.config import RunConfig, parse_config
+from longspan.integrations.presets import preset_config
+from longspan.integrations.random_weights import random_model
+from longspan.integrations.shapes import model_shape
 from longspan.mesh import Mesh
 from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_bytes, peak_flops
 from longspan.train.progress import Progress, describe, duration
@@ -92,6 +95,22 @@ def test_work_of_windowed_attention_counts_what_is_seen() -> None:
     attention = 6 * plain.attention_width
     assert work.flops([10]) - 60 * work.parameters == attention * (4 * 10 - 4 * 4 / 2)
     assert work.flops([10, 2]) - 72 * work.parameters == attention * (32 + 2)
+
+
+def test_work_of_layers_with_heads_of_their_own() -> None:
+    """Gemma 4: 4 heads of 16 see a window of 24 tokens in one layer, 4 heads of 32 see everything in the other."""
+    config = preset_config("tiny-gemma4")
+    work = model_work(random_model(config, torch.float32, torch.device("cpu")), config.get_text_config())
+    assert work is not None
+    assert (work.attention_width, work.windows) == (4 * 2 * 32, ((24, 4 * 2 * 16),))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-vl", "tiny-qwen2.5-vl"])
+def test_text_tokens_are_not_multiplied_with_a_vision_tower(name: str) -> None:
+    model = random_model(preset_config(name), torch.float32, torch.device("cpu"))
+    work = model_work(model, model.config.get_text_config())
+    assert work is not None
+    assert work.parameters == model_shape(name).active
 
 
 def test_work_of_other_kinds_of_layers_is_not_guessed() -> None:

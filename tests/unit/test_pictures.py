@@ -25,6 +25,7 @@ from longspan.integrations.multimodal import sight_of, text_vocabulary
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
 from longspan.integrations.shapes import model_shape
+from longspan.integrations.transformers.config import own_config
 from longspan.layout import Layout
 from longspan.mesh import Axis, Mesh
 from longspan.plan.keep import Keep, Memory
@@ -209,6 +210,17 @@ def test_the_tower_and_other_models_keep_their_attention() -> None:
     assert [names(model), names(other)] == before
     for module in model.modules():
         assert not {"forward", "get_image_features", "get_video_features"} & set(vars(module))
+
+
+def test_a_missing_part_of_a_config_is_no_config_of_modules() -> None:
+    """Modules without a config stay so, and the others get a copy of theirs."""
+    model = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+    config = preset_config("tiny-qwen3-vl")
+    config.vision_config = None  # type: ignore[attr-defined]
+    text, model[1].config = config.text_config, config.text_config  # type: ignore[attr-defined,assignment]
+    own_config(model, config)
+    assert "config" not in vars(model) | vars(model[0])
+    assert type(model[1].config) is type(text) and model[1].config is not text
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

@@ -142,6 +142,15 @@ def test_state_by_engine(llama8b: ModelShape) -> None:
     assert host.moments[-1].causes["optimizer"] == 0
 
 
+def test_a_recurrence_is_planned_for_the_rank_with_most_heads(llama8b: ModelShape) -> None:
+    """16 key heads over 12 ranks: some have 2 of them, for 12 times their tokens; over 8 ranks all have 2."""
+    layer = replace(llama8b.layers[0], kv_heads=16, recurrent=True)
+    setups = [two_h200(replace(llama8b, layers=(layer,)), 12 * 8 * 64 * 16, ulysses=u) for u in (8, 12)]
+    for backward in (False, True):
+        even, uneven = (Ledger(setup)._recurrence(layer, backward) / setup.local for setup in setups)
+        assert uneven == pytest.approx(even * 2 * 12 / 16)
+
+
 def test_activations_fall_with_the_degree(llama8b: ModelShape) -> None:
     one = two_h200(llama8b, 1 << 17, ulysses=1)
     for keep in (Keep.X, Keep.X_O, Keep.X_O_KV):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -98,6 +99,14 @@ def qwen3_next(kind: type) -> Any:
     return made
 
 
+def adapted_conv() -> Any:
+    """Build a model with LoRA on the convolution of its first mixer."""
+    made = model(hf.Qwen3NextConfig(**SIZES, **LINEAR, num_experts=0))
+    net = made.model.layers[0].linear_attn
+    options = {"r": net.conv1d.groups, "target_modules": ["conv1d"], "layers_to_transform": [0]}
+    return get_peft_model(made, LoraConfig(**options))
+
+
 def doubled(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return 2 * Qwen3NextGatedDeltaNet.forward(self, hidden_states, **kwargs)
 
@@ -181,6 +190,10 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "delta-net-that-fails": (
         lambda: qwen3_next(type("Qwen3NextGatedDeltaNet", (Qwen3NextGatedDeltaNet,), {"forward": None})),
         "Qwen3NextGatedDeltaNet of layer 0 cannot be run by itself",
+    ),
+    "adapted-convolution": (
+        adapted_conv,
+        "conv1d of Qwen3NextGatedDeltaNet of layer 0 is Conv1d, of which only the weight would be used",
     ),
     "two-calls": (
         lambda: model(hf.DiffLlamaConfig(**SIZES)),

@@ -66,7 +66,7 @@ def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> Mod
         raise ModelError(f"{name} cannot be planned: it has no head, embedding or list of decoder layers.")
     seen = operands or [None] * len(lists[0])
     layers = tuple(
-        _layer(layer, config, operand or _operands(config, i), layer_window(config, i))
+        _layer(layer, config, operand or attention_sizes(config, i), layer_window(config, i))
         for i, (layer, operand) in enumerate(zip(lists[0], seen, strict=True))
     )
     inside = {id(p) for p in lists[0].parameters()}
@@ -96,7 +96,8 @@ class _Heads:
     recurrent: bool = False
 
 
-def _operands(config: Any, index: int) -> Operands:
+def attention_sizes(config: Any, index: int) -> Operands:
+    """Return the sizes of a layer's attention call, or of its recurrent mixer, as a configuration gives them."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[index] == "linear_attention" and hasattr(config, "linear_num_value_heads"):
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads

@@ -94,14 +94,21 @@ def kept_bytes(keep: Keep, size: LayerSize) -> int:
 
 def _recurrent_bytes(keep: Keep, size: LayerSize) -> int:
     """Return the bytes that a layer with a recurrent mixer keeps on the rank that keeps most, but for the few tokens
-    before its stretch: `groups` times its tokens with a part of the heads."""
-    o, groups = size.operands, groups_of(size.operands.kv_heads, size.ranks)
+    before its stretch."""
+    o = size.operands
     total = size.tokens * size.hidden * size.x_itemsize if keep.has_x else 0
     if keep.has_out:
         total += size.tokens * o.heads * o.v_head_dim * size.itemsize
     if keep.has_kv:
-        total += size.tokens * groups * -(-o.kv_heads // groups) * recurrent_features(o) * size.itemsize
+        total += size.tokens * most_key_heads(o, size.ranks) * recurrent_features(o) * size.itemsize
     return total + (size.tokens * size.products * size.itemsize if keep is Keep.PRODUCTS else 0)
+
+
+def most_key_heads(o: Operands, ranks: int) -> int:
+    """Return the most key heads that a rank's recurrence works on per token of its shard: over `groups` ranks, which
+    divide the heads, it has `groups` times its tokens with a part of the heads."""
+    groups = groups_of(o.kv_heads, ranks)
+    return groups * -(-o.kv_heads // groups)
 
 
 def recurrent_features(o: Operands) -> int:

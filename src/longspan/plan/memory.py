@@ -13,7 +13,7 @@ from functools import cached_property
 
 from longspan.plan import kept
 from longspan.plan.keep import Keep
-from longspan.plan.kept import LayerSize, recurrent_features
+from longspan.plan.kept import LayerSize, most_key_heads, recurrent_features
 from longspan.plan.machine import GIB
 from longspan.plan.setup import Setup
 from longspan.plan.shapes import LayerShape
@@ -315,11 +315,13 @@ class Ledger:
         return 4 * q + max(around, home)
 
     def _recurrence(self, layer: LayerShape, backward: bool) -> float:
-        """Operands of a recurrence over a stretch, as exchanged, convolved and activated; in backward what its kernels
-        keep besides (values and keys once more, a state per chunk) and all their gradients. Reckoned, not measured."""
+        """Operands of a recurrence over a stretch, as exchanged, convolved and activated, on the rank with most heads;
+        in backward what its kernels keep besides (values and keys once more, a state per chunk) and all their
+        gradients. Reckoned, not measured."""
         setup = self.setup
-        numbers = setup.local * layer.kv_heads * recurrent_features(layer) * setup.itemsize
-        states = setup.local / 64 * layer.heads * layer.head_dim * layer.v_head_dim * setup.itemsize
+        key_heads = setup.local * most_key_heads(layer, setup.ulysses * setup.ring) * setup.itemsize
+        numbers = key_heads * recurrent_features(layer)
+        states = key_heads / 64 * (layer.heads // layer.kv_heads) * layer.head_dim * layer.v_head_dim
         return 14 * numbers + 2 * states if backward else 7 * numbers + states
 
     def _tile(self, layer: LayerShape, backward: bool) -> float:

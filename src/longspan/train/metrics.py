@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from longspan.integrations.shapes import layer_window
+from longspan.integrations.multimodal import sight_of
+from longspan.integrations.shapes import attention_sizes, layer_window
 from longspan.mesh import Mesh
 from longspan.stream.quantized import packed_size
 
@@ -100,7 +101,8 @@ class Work:
 
 
 def model_work(model: nn.Module, config: Any) -> Work | None:
-    """Count a model's work; None where its layers are not all full softmax attention.
+    """Count a model's work on text; None where its layers are not all full softmax attention. A vision tower's weights
+    are left out: they are multiplied with patches, not with tokens.
 
     Args:
         config: the Hugging Face config of the text model.
@@ -110,24 +112,28 @@ def model_work(model: nn.Module, config: Any) -> Work | None:
         return None
     experts: int = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     chosen: int = getattr(config, "num_experts_per_tok", None) or 1
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+    sight = sight_of(inner)
+    seeing = set() if sight is None else {id(parameter) for parameter in sight.tower.parameters()}
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tied = bool(getattr(config, "tie_word_embeddings", False))
     packed = {id(m._parameters["weight"]): n for m in model.modules() if (n := packed_size(m)[0])}
     parameters = frozen = 0
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or (id(parameter) in looked_up and not tied) or ".original_module." in name:
+        if parameter.dim() < 2 or id(parameter) in seeing or ".original_module." in name:
+            continue
+        if id(parameter) in looked_up and not tied:
             continue
         share = (chosen, experts) if ".experts." in name else (1, 1)
         own = packed.get(id(parameter), parameter.numel()) * share[0] // share[1]
         parameters += own
         frozen += 0 if parameter.requires_grad else own
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    query = getattr(config, "qk_head_dim", None) or width
-    value = getattr(config, "v_head_dim", None) or width
-    layers = Counter(layer_window(config, i) for i in range(config.num_hidden_layers))
-    windows = tuple((window, count * heads * (query + value)) for window, count in layers.items() if window is not None)
-    return Work(parameters, layers[None] * heads * (query + value), frozen, windows)
+    widths: Counter[int | None] = Counter()
+    for i in range(config.num_hidden_layers):
+        sizes = attention_sizes(config, i)
+        widths[layer_window(config, i)] += sizes.heads * (sizes.head_dim + sizes.v_head_dim)
+    windows = tuple((window, width) for window, width in widths.items() if window is not None)
+    return Work(parameters, widths[None], frozen, windows)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -15,12 +15,12 @@ def own_config(model: nn.Module, config: PreTrainedConfig) -> None:
     own = copy.copy(config)
     copies = {id(config): own}
     for key in config.sub_configs:
-        copies[id(getattr(config, key))] = copy.copy(getattr(config, key))
-        setattr(own, key, copies[id(getattr(config, key))])
+        if (part := getattr(config, key)) is not None:
+            copies[id(part)] = copy.copy(part)
+            setattr(own, key, copies[id(part)])
     for module in model.modules():
-        module_config = vars(module).get("config")
-        if id(module_config) in copies:
-            module.config = copies[id(module_config)]  # type: ignore[assignment]
+        if id(vars(module).get("config")) in copies:
+            module.config = copies[id(module.config)]  # type: ignore[assignment]
 
 
 def use_attention(trunk: PreTrainedModel, name: str) -> None:

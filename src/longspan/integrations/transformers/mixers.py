@@ -147,8 +147,17 @@ class MixerForward:
         return module.out_proj(out.view(*hidden_states.shape[:2], -1))
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weights that are read, sorted by key head."""
+        """Return the weights that are read, sorted by key head.
+
+        Raises:
+            ModelError: the convolution is more than an nn.Conv1d: its weight alone does not say what it does.
+        """
         module, net = cast(Any, self.module), self.net
+        if type(module.conv1d) is not nn.Conv1d:
+            raise ModelError(
+                f"conv1d of {self.name} is {type(module.conv1d).__name__}, of which only the weight would be used; "
+                "leave conv1d out of an adapter's target_modules."
+            )
         width = net.heads * net.head_dim
         q, k, v = module.conv1d.weight.squeeze(1).split([width, width, net.heads * net.share * net.v_head_dim])
         conv = torch.cat([t.unflatten(0, (net.heads, -1)) for t in (q, k, v)], 1)
