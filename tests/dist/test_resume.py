@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from launched import launched
 from longspan.config import RunConfig, parse_config
@@ -256,13 +259,36 @@ class Unwelcome:
 
 
 def test_a_table_runs_no_code(tmp_path: Path) -> None:
-    import pickle
-
     from longspan.train.state import _Reader
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Unwelcome()))
-    with pytest.raises(TrainingError, match="posix.system, which no checkpoint does"):
+    home = "torch.distributed.checkpoint.filesystem"
+    dotted = f"\x8c{chr(len(home))}{home}\x8c\x09os.system\x93\x8c\x04true\x85R.".encode("latin-1")
+    for payload, named in (
+        (pickle.dumps(Unwelcome()), "posix.system"),
+        (b"\x80\x04" + dotted, f"{home}.os.system"),
+        (pickle.dumps(SerializationFormat.SAFETENSORS), f"{home}.SerializationFormat"),
+        (pickle.dumps(BytesStorageMetadata()), "torch.distributed.checkpoint.metadata.BytesStorageMetadata"),
+    ):
+        (tmp_path / ".metadata").write_bytes(payload)
+        with pytest.raises(TrainingError, match=f"{named}, which no checkpoint does"):
+            _Reader(tmp_path).read_metadata()
+
+
+def test_a_table_names_tensors_alone(tmp_path: Path) -> None:
+    """What else it could name would be unpickled."""
+    from longspan.train.state import _Reader
+
+    table = Metadata({"model.a": MetadataIndex("x")})  # pyright: ignore[reportArgumentType]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(table))
+    with pytest.raises(TrainingError, match="model.a is a MetadataIndex where all are tensors"):
         _Reader(tmp_path).read_metadata()
+
+
+def test_a_run_past_its_end_is_refused(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"engine": "single", "sequence_parallel_size": 1}
+    run(config_of(str(tmp_path), **changes, max_steps=4))
+    said = refused(config_of(str(tmp_path), **changes, max_steps=3, resume=True))
+    assert "max_steps is 3" in said and "step 4" in said
 
 
 def closings(folder: str) -> int:

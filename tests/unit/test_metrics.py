@@ -38,6 +38,16 @@ def row(step: int = 1, **changes: float | None) -> Row:
     return Row(step=step, **values)  # pyright: ignore[reportArgumentType]
 
 
+def test_rows_that_cannot_be_read_are_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"step": 1}\n{"st\n\0\0\0\0\n\xff\xfe\n[1]\n{}\n{"step": "2"}\n{"step": 2}\n{"step": 3}\n{"step": 4'
+    )
+    MetricsFile(path).go_on(2)
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    assert f"{path}: 7 lines that cannot be read are dropped" in capsys.readouterr().err
+
+
 def test_a_row_per_step(tmp_path: Path) -> None:
     path = tmp_path / "out" / "metrics.jsonl"
     file = MetricsFile(path)

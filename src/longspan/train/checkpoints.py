@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from longspan.errors import TrainingError
 
 _COMMIT = "commit.json"
+_GONE = ".gone.partial"
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -49,7 +52,9 @@ class Checkpoints:
     keep: int
 
     def save(self, step: int, about: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Let all processes `write` to a folder, commit it, and remove the oldest.
+        """Let all processes `write` to a folder, commit it, and remove the oldest of more than `keep` that are whole.
+
+        A checkpoint that cannot be removed stops no run: stderr hears of it.
 
         Raises:
             TrainingError: some process could not; earlier checkpoints are as they were.
@@ -65,7 +70,10 @@ class Checkpoints:
         with _together(self.folder / name):
             if _first():
                 _commit(partial, self.folder / name, {**about, "step": step})
-                self._thin()
+                try:
+                    self._thin(self.folder / name)
+                except OSError as error:
+                    print(f"longspan: old checkpoints in {self.folder} are not removed: {error}", file=sys.stderr)
 
     def latest(self, tell: Callable[[str], None]) -> Saved | None:
         """Return the last checkpoint that is whole; `tell` hears of later ones that are not, on the first process."""
@@ -86,17 +94,21 @@ class Checkpoints:
         named = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted((path for path in named if _NAME.fullmatch(path.name) and path.is_dir()), reverse=True)
 
-    def _thin(self) -> None:
-        """Remove all but the last checkpoints that are whole, and what is not whole."""
+    def _thin(self, new: Path) -> None:
+        """Remove what is older than the last `keep` that are whole, but not the new one.
+
+        What is not whole stays: a disk may give later what it does not give now.
+        """
         good = [folder for folder in self._folders() if _examine(folder)[0] is None]
-        for folder in set(self._folders()) - set(good[: self.keep]):
-            _hide(folder)
+        for folder in good[self.keep :]:
+            if folder != new:
+                _hide(folder)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what earlier attempts left."""
+        """Remove what earlier attempts left; what cannot be removed is tried again at the next checkpoint."""
         for path in self.folder.glob(".*.partial"):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=path.name.endswith(_GONE))
 
 
 @contextmanager
@@ -128,7 +140,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _commit(partial: Path, folder: Path, about: dict[str, Any]) -> None:
-    for path in (path for path in partial.rglob("*") if path.is_file()):
+    for path in sorted(partial.rglob("*"), key=lambda path: len(path.parts), reverse=True):  # folders after their files
         _flush(path)
     marker = partial / _COMMIT
     marker.write_text(json.dumps({**about, "files": _sizes(partial)}), encoding="utf-8")
@@ -138,11 +150,12 @@ def _commit(partial: Path, folder: Path, about: dict[str, Any]) -> None:
         _hide(folder)
     partial.rename(folder)
     _flush(folder.parent)
+    _flush(folder.parent.parent)  # the first checkpoint of a run makes the folder of all
 
 
 def _hide(folder: Path) -> None:
     """Rename what is to be removed, so that half of it is never taken for a checkpoint."""
-    folder.rename(folder.with_name(f".{folder.name}.gone.partial"))
+    folder.rename(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=_GONE, dir=folder.parent))  # a name that is free
 
 
 def _flush(path: Path) -> None:

@@ -140,7 +140,7 @@ class Saver:
 
     def __init__(self, config: RunConfig, corpus: Corpus, trainee: Trainee) -> None:
         self._checkpoints = Checkpoints(Path(config.output_dir) / CHECKPOINTS, config.save.keep)
-        self._trainee = trainee
+        self._trainee, self._max_steps = trainee, config.max_steps
         self._identity = lru_cache(
             lambda: identity(config, corpus, trainee.engine.name, trainee.mesh.world.size)
         )  # reads all tokens, so only where it is needed
@@ -155,7 +155,7 @@ class Saver:
         """Go on from the last checkpoint that is whole, if there is one; return its step, else 0. Collective.
 
         Raises:
-            ConfigError: it is another run's.
+            ConfigError: it is another run's, or past `max_steps`.
             TrainingError: it cannot be read.
         """
         tell = (lambda text: None) if progress is None else progress.note
@@ -163,6 +163,11 @@ class Saver:
         if saved is None:
             tell("there is no checkpoint to go on from: beginning")
             return 0
+        if saved.step > self._max_steps:
+            raise ConfigError(
+                f"max_steps is {self._max_steps:,}, but checkpoint {saved.folder} was written after step "
+                f"{saved.step:,}: set max_steps to that or more, or begin anew in another output_dir."
+            )
         check_identity(saved, self._identity())
         read_state(saved.folder, *self._state)
         self.rows = int(saved.about["rows"])

@@ -58,11 +58,14 @@ class MetricsFile:
         self._started = False
 
     def go_on(self, step: int) -> None:
-        """Keep the rows of an earlier run up to a step, and append to them."""
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        """Keep the rows of an earlier run up to a step, and append to them; stderr hears of lines that are no rows."""
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
+        numbers = [_step_of(line) for line in lines]
+        if lost := numbers.count(None):
+            print(f"longspan: {self._path}: {lost} lines that cannot be read are dropped", file=sys.stderr)
         partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
+        rows = zip(lines, numbers, strict=True)
+        partial.write_bytes(b"".join(line for line, number in rows if number is not None and number <= step))
         partial.replace(self._path)
         self._started = True
 
@@ -72,6 +75,15 @@ class MetricsFile:
         with self._path.open("a" if self._started else "w", encoding="utf-8") as file:
             file.write(json.dumps(asdict(row), allow_nan=False) + "\n")
         self._started = True
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a row; None where it is not whole, as a machine that goes down may leave it."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) and line.endswith(b"\n") else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -21,6 +21,23 @@ from longspan.optim.host import empty_state
 from longspan.optim.stepping import Stepping
 
 _ENGINE = "engine"
+
+# What tables of tensors are made of; not BytesStorageMetadata, whose values torch unpickles whatever they hold.
+_PARTS = {("torch", "Size"), ("torch.serialization", "_get_layout")}
+_PARTS |= {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
+_PARTS |= {(home, "PosixPath") for home in ("pathlib", "pathlib._local")}
+_PARTS |= {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+    )
+}
 
 
 def write_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, device: torch.device) -> None:
@@ -132,9 +149,19 @@ class _Reader(FileSystemReader):
     """Reads a checkpoint's table without running what a pickle may contain."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the table of all tensors."""
+        """Return the table of all tensors.
+
+        Raises:
+            TrainingError: it names something else, which would be unpickled.
+        """
         with (Path(self.path) / ".metadata").open("rb") as file:
             table: Metadata = _Table(file).load()
+        for name, entry in table.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise TrainingError(
+                    f"The checkpoint's table says that {name} is a {type(entry).__name__} where all are tensors: it is "
+                    "not loaded. Remove the checkpoint to go on from the one before."
+                )
         table.storage_meta = table.storage_meta or StorageMeta()
         table.storage_meta.load_id = self.load_id
         return table
@@ -149,11 +176,8 @@ class _Table(pickle.Unpickler):
         Raises:
             TrainingError: it is none.
         """
-        places = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-        plain = {("torch", "Size"), ("torch.serialization", "_get_layout")}
-        plain |= {(home, "PosixPath") for home in ("pathlib", "pathlib._local")}
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module in places or dtype or (module, name) in plain:
+        if "." not in name and (dtype or (module, name) in _PARTS):  # a dotted name reaches what a module imports
             return super().find_class(module, name)
         raise TrainingError(
             f"The checkpoint's table holds {module}.{name}, which no checkpoint does: it is not loaded."
