@@ -220,7 +220,7 @@ def alone(case: Case, seed: int) -> dict[str, Any]:
 def test_two_trainers_in_one_process(run_ranks: Any, both: bool) -> None:
     expected = [run_ranks(1, alone, Case("none"), seed)[0] for seed in (7, 8)]
     for found in run_ranks(2, two_trainers, Case("ddp", 2, 2), both):
-        for mine, theirs in zip(found, expected, strict=True):
+        for mine, theirs in zip(found[:2], expected, strict=True):
             assert mine["losses"] == pytest.approx(theirs["losses"], rel=TOLERANCE)
             compare(mine["moved"], theirs["moved"])
         assert found[2]["eval"] == pytest.approx(expected[0]["eval"], rel=TOLERANCE)
