@@ -179,8 +179,8 @@ class Applied:
     def _settle(self, rows: int, tokens: int) -> Memory:
         """Decide how layers run on rows of so many tokens."""
         assert self.automatic is not None
-        made = self.automatic.plan(self.model, rows, tokens)
-        self.plan = replace(made, kv_exchange=self.plan.kv_exchange)  # what the last batch said stays
+        made, exchange = self.automatic.plan(self.model, rows, tokens), self.plan.kv_exchange
+        self.plan = made if exchange is None else replace(made, kv_exchange=exchange)  # what the last batch said stays
         assert self.plan.memory is not None
         self.memory = self._with_states(self.plan.memory)
         if self.memory.compile is not None and self.compiler is None:
