@@ -56,7 +56,7 @@ class Needs:
 
     def sent(self, source: int, destination: int) -> tuple[Piece, ...]:
         """Return the tokens that a rank holds and another wants, ascending; a rank may want some of its own again."""
-        return tuple(_meet(self.wanted[destination], self.runs[source]))
+        return joined(_meet(self.wanted[destination], self.runs[source]))
 
     @property
     def remote(self) -> int:
@@ -100,30 +100,13 @@ def _union(pieces: Iterator[Piece]) -> tuple[Piece, ...]:
 
 
 def _meet(wanted: Sequence[Piece], held: Sequence[Run]) -> Iterator[Piece]:
-    """Yield the tokens that are in both, ascending; those that follow each other as one."""
+    """Yield the tokens that are in both, ascending."""
     begins = [run.start for run in held]
-    last: Piece | None = None
     for piece in wanted:
         at = max(0, bisect_right(begins, piece.start) - 1)
         for run in held[at:]:
             if run.start >= piece.stop:
                 break
             both = piece.meet(Piece(run.start, run.stop))
-            if both is None:
-                continue
-            if last and last.stop == both.start:
-                last = Piece(last.start, both.stop)
-                continue
-            if last:
-                yield last
-            last = both
-    if last:
-        yield last
-
-
-def offsets(lengths: Sequence[int]) -> list[int]:
-    """Return where each of several lengths begins when they are laid one after the other, and where the last ends."""
-    found = [0]
-    for length in lengths:
-        found.append(found[-1] + length)
-    return found
+            if both is not None:
+                yield both

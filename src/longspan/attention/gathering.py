@@ -6,14 +6,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from longspan.layout import Layout, Piece
 from longspan.mask import Block, Mask
-from longspan.needs import Needs, Run, offsets
+from longspan.needs import Needs, Run
 from longspan.plan.exchange import chunks_of
 
 _Range = tuple[int, int]
@@ -73,8 +73,8 @@ class Gathering:
         runs, ranks = needs.runs[ring_rank], range(layout.ring)
         sent = [needs.sent(ring_rank, other) for other in ranks]
         received = [needs.sent(other, ring_rank) for other in ranks]
-        cu_q = tuple(offsets([run.stop - run.start for run in runs]))
-        cu_k = tuple(offsets([run.stop - run.first for run in runs]))
+        cu_q = tuple(accumulate((run.stop - run.start for run in runs), initial=0))
+        cu_k = tuple(accumulate((run.stop - run.first for run in runs), initial=0))
         left = None if mask.window is None else mask.window - 1
         return cls(
             rows=needs.shard * layout.ring // layout.length,
@@ -149,7 +149,7 @@ class _Ranges:
         The n-th of a document's runs that need other keys than their own is in level n.
         """
         pieces = [piece for source in self.received for piece in source]
-        at = offsets([len(piece) for piece in pieces])
+        at = accumulate(map(len, pieces), initial=0)
         known = sorted((piece.start, piece.stop, where) for piece, where in zip(pieces, at, strict=False))
         starts = [start for start, _, _ in known]
         levels: list[tuple[list[_Range], list[_Range]]] = []
