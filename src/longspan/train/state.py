@@ -114,11 +114,13 @@ def _optimizer(
 
 def _give(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, Tensor]) -> None:
     """Hand states by name to an optimizer."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in held.items():
+        owner, _, own = key.rpartition(".")
+        states.setdefault(owner, {})[own] = tensor
     packed = optimizer.state_dict()
     for index, (name, _) in enumerate(_stepped(model, optimizer)):
-        start = f"optimizer.{name}."
-        state = {key.removeprefix(start): t for key, t in held.items() if key.startswith(start)}
-        if state:  # a parameter that never had a gradient has none
+        if state := states.get(f"optimizer.{name}"):  # a parameter that never had a gradient has none
             packed["state"][index] = state
     optimizer.load_state_dict(packed)
 
