@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 from longspan.config import RunConfig, parse_config
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
-from longspan.integrations.shapes import model_shape
+from longspan.integrations.shapes import expert_counts, model_shape
 from longspan.mesh import Mesh
 from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_bytes, peak_flops
 from longspan.train.progress import Progress, describe, duration
@@ -113,6 +113,15 @@ def test_work_of_layers_with_heads_of_their_own() -> None:
     work = model_work(random_model(config, torch.float32, torch.device("cpu")), config.get_text_config())
     assert work is not None
     assert (work.attention_width, work.windows) == (4 * 2 * 32, ((24, 4 * 2 * 16),))
+
+
+@pytest.mark.parametrize("name", ["tiny-deepseek-v3", "tiny-gemma4", "tiny-mixtral"])
+def test_plans_and_metrics_count_the_same_experts(name: str) -> None:
+    model = random_model(preset_config(name), torch.float32, torch.device("cpu"))
+    work = model_work(model, model.config)
+    assert work is not None
+    assert work.parameters == model_shape(name).active
+    assert expert_counts(model.config) == {"tiny-deepseek-v3": (8, 2)}.get(name, (4, 2))
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-vl", "tiny-qwen2.5-vl"])

@@ -113,14 +113,18 @@ def attention_sizes(config: Any, index: int) -> Operands:
     return _Heads(heads, getattr(config, "num_key_value_heads", None) or heads, width, value)
 
 
+def expert_counts(config: Any) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many of them each token is sent to; 1 and 1 without experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "top_k_experts")
+    experts, chosen = (next((n for key in keys if (n := getattr(config, key, None))), 1) for keys in names)
+    return experts, chosen
+
+
 def _layer(layer: nn.Module, config: Any, operands: Operands, window: int | None) -> LayerShape:
     """Count a layer's weights, sorted by what they are multiplied with."""
     query = operands.heads * operands.head_dim
     kv = operands.kv_heads * (operands.head_dim + operands.v_head_dim)
-    experts = next(
-        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, key, None))), 1
-    )
-    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    experts, chosen = expert_counts(config)
     active = before = keys = down = mlp = 0.0
     weights, packed, packed_bytes = _weights(layer)
     for name, p, count in weights:

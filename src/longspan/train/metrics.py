@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from longspan.integrations.multimodal import sight_of
-from longspan.integrations.shapes import attention_sizes, layer_window
+from longspan.integrations.shapes import attention_sizes, expert_counts, layer_window
 from longspan.mesh import Mesh
 from longspan.stream.quantized import packed_size
 
@@ -122,8 +122,7 @@ def model_work(model: nn.Module, config: Any) -> Work | None:
     known = ("full_attention", "sliding_attention")
     if any(kind not in known for kind in getattr(config, "layer_types", None) or ()):
         return None
-    experts: int = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
-    chosen: int = getattr(config, "num_experts_per_tok", None) or 1
+    experts, chosen = expert_counts(config)
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
     sight = sight_of(inner)
     seeing = set() if sight is None else {id(parameter) for parameter in sight.tower.parameters()}
