@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Pictures:
             grids.append(shapes)
         return cls(sight, ids, torch.cat(pixels) if pixels else torch.zeros(0, sight.width), (grids[0], grids[1]))
 
-    @property
+    @cached_property
     def frames(self) -> Frames:
         """Images, then frames of videos."""
         return Frames.of(self.grids, self.sight.merge)
