@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import WORLD, check_on_gpus, join, own_gpu
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from longspan.attention.build import Attend
 from longspan.attention.schedule import Schedule
@@ -28,24 +26,11 @@ from longspan.plan.degrees import Degrees
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
-WORLD = 2
 
-
-def check_on_gpus(check: Callable[[Mesh, Mesh], None]) -> None:
-    """Run a check on two GPUs, given the mesh as it is and the mesh with copy engines."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(_rank, (port, check), WORLD)  # raises what a rank raised
-
-
-def _rank(rank: int, port: int, check: Callable[[Mesh, Mesh], None]) -> None:
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, device_id=device
-    )
+def on_meshes(rank: int, port: int, check: Callable[[Mesh, Mesh], None]) -> None:
+    """Run a check, given the mesh as it is and the mesh with copy engines."""
+    device = own_gpu(rank)
+    join(rank, port)
     plain = build_mesh(data_parallel_ranks(WORLD, None), Degrees(WORLD, 1, ""), "cuda")
     equipped, why = with_copy_engine(plain, device, slot_bytes=4 * 2**20, lent_bytes=64 * 2**20)
     assert equipped.ulysses.copier is not None, why
@@ -122,8 +107,8 @@ def attention_is_the_same(plain: Mesh, equipped: Mesh) -> None:
 
 
 def test_exchanges_under_compute() -> None:
-    check_on_gpus(exchanges_under_compute)
+    check_on_gpus(on_meshes, exchanges_under_compute)
 
 
 def test_attention_over_copy_engines() -> None:
-    check_on_gpus(attention_is_the_same)
+    check_on_gpus(on_meshes, attention_is_the_same)

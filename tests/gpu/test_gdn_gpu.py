@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import WORLD, check_on_gpus, join, own_gpu
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import longspan
@@ -22,7 +20,7 @@ from longspan.recurrent.select import pick_rule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
-WORLD, TOKENS = 2, 2048
+TOKENS = 2048
 MEMORIES = {"plain": Memory(), "streamed": Memory(192, Keep.X_O)}
 
 
@@ -86,16 +84,12 @@ def reference() -> dict[str, Tensor]:
 
 
 def check(rank: int, port: int) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    device = own_gpu(rank)
     truth = reference()
     model = build(torch.bfloat16)
     alone = error(step(model, 1, Memory()), truth)
     assert 1e-3 < alone < 0.1
-    dist.init_process_group(
-        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, device_id=device
-    )
+    join(rank, port)
     try:
         for groups in (2, 1):  # heads exchanged; states passed on
             with patch("longspan.comm.regroup.groups_of", lambda heads, size, groups=groups: min(size, groups)):
@@ -110,7 +104,4 @@ def check(rank: int, port: int) -> None:
 
 
 def test_two_gpus_round_as_one() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(check, (port,), WORLD)  # raises what a rank raised
+    check_on_gpus(check)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import WORLD, check_on_gpus, join, own_gpu
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 import longspan
 from longspan.kernels.protocol import wide
@@ -20,7 +17,7 @@ from longspan.plan.degrees import Degrees
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
-WORLD, TOKENS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 2, 2048, 64, 8, 64, 128
+TOKENS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 2048, 64, 8, 64, 128
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 
 
@@ -72,12 +69,8 @@ def errors(found: list[Tensor], wanted: list[Tensor], layout: Layout, rank: int)
 
 
 def check(rank: int, port: int, kernel: str) -> None:
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD, device_id=device
-    )
+    own_gpu(rank)
+    join(rank, port)
     alone = build_mesh(data_parallel_ranks(1, None), Degrees(1, 1, ""), "cuda")
     meshes = [build_mesh(data_parallel_ranks(WORLD, None), Degrees(u, r, ""), "cuda") for u, r in ((2, 1), (1, 2))]
     for mask in (Mask(TOKENS), Mask(TOKENS, None, WINDOW), Mask(TOKENS, ((0, 700, 1500),), WINDOW)):
@@ -96,7 +89,4 @@ def check(rank: int, port: int, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["aten-flash", "auto"])
 def test_gpt_oss_attention_rounds_like_its_kernel(kernel: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(check, (port, kernel), WORLD)
+    check_on_gpus(check, kernel)
