@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "longspan"
 LAYERS = [
     {"errors", "config", "layout", "mask", "segments", "needs", "documents", "overrides", "weights"},
-    {"plan", "mesh", "comm", "kernels"},
+    {"plan", "mesh", "once", "comm", "kernels"},
     {
         "attention",
         "recurrent",

@@ -22,7 +22,6 @@ from longspan.attention.build import Attend
 from longspan.attention.schedule import Schedule
 from longspan.bench.clock import Deadline, largest, median, rounds_ms
 from longspan.bench.exchange import STANDARD_TOKENS, Exchanging, Heads, closed, dtype, normal, proven, ways
-from longspan.bench.measure import tell
 from longspan.bench.results import DONE, Results, Target
 from longspan.kernels.protocol import Kernel, Request, Score
 from longspan.kernels.select import pick
@@ -30,6 +29,7 @@ from longspan.layout import Layout
 from longspan.mask import Mask
 from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
 from longspan.needs import Needs
+from longspan.once import tell
 from longspan.plan.degrees import Degrees
 from longspan.plan.exchange import ExchangeRule
 from longspan.segments import pairs, segment_layout

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longspan.once import is_first
+
 GIB = 1 << 30
 
 
@@ -74,8 +76,7 @@ def largest(value: float, device: torch.device) -> float:
 
 def of_rank_0(value: float, device: torch.device) -> float:
     """Return rank 0's value on every rank."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    return _reduced(value if first else 0.0, dist.ReduceOp.SUM, device)
+    return _reduced(value if is_first() else 0.0, dist.ReduceOp.SUM, device)
 
 
 def forget_peaks(device: torch.device) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from longspan.bench.clock import Deadline, largest, median, rounds_ms, timed
 from longspan.bench.gate import first_failure
-from longspan.bench.measure import tell
 from longspan.bench.results import DONE, Results, Target
 from longspan.comm.exchange import to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
 from longspan.layout import Layout
 from longspan.mesh import Axis, Mesh, build_mesh, data_parallel_ranks
+from longspan.once import tell
 from longspan.plan.degrees import Degrees
 
 STANDARD_BYTES, STANDARD_TOKENS = 512 << 20, 131_072

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from longspan.bench.clock import Deadline
 from longspan.bench.gate import Small, everywhere, gate, small
@@ -20,6 +18,7 @@ from longspan.bench.results import OUT_OF_MEMORY, STOPPED, Results, Target
 from longspan.bench.settings import AUTO, Asked, Setting
 from longspan.bench.workload import Workload, build
 from longspan.errors import ConfigError, TrainingError
+from longspan.once import tell
 from longspan.plan.keep import Memory
 
 
@@ -65,12 +64,6 @@ def measure(
             raise
         raise TrainingError(f"{OUT_OF_MEMORY}: {str(error).splitlines()[0]}") from None
     return None if results.path is None else {**results.content, "path": str(results.path)}
-
-
-def tell(text: str) -> None:
-    """Print progress, once for all ranks."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
 
 
 def host_of(asked: Asked, device: torch.device) -> Host:

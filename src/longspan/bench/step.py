@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspan.bench.clock import Deadline, forget_peaks, median, peaks, timed
-from longspan.bench.measure import Case, tell
+from longspan.bench.measure import Case
 from longspan.bench.results import DONE, STOPPED, Results
 from longspan.bench.timeline import timeline
 from longspan.bench.workload import Workload
+from longspan.once import tell
 
 _SLACK = 1.1
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from longspan.engines import protocol
 from longspan.errors import ConfigError, TrainingError
+from longspan.once import is_first
 
 METRICS = "metrics.jsonl"
 MODEL = "model"
@@ -108,7 +109,7 @@ def save_model(
     Raises:
         TrainingError: the disk refused, on rank 0; the others hear of it when rank 0 stops.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = is_first()
     state = full_state(model, first, whole, trained=trained)
     if first:
         write_folder(folder, lambda partial: write(partial, state))

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from longspan.errors import TrainingError
+from longspan.once import is_first
 
 _COMMIT = "commit.json"
 _GONE = ".gone.partial"
@@ -62,13 +63,13 @@ class Checkpoints:
         name = f"step-{step:08}"
         partial = self.folder / f".{name}.partial"
         with _together(self.folder / name):
-            if _first():
+            if is_first():
                 self._sweep()
                 partial.mkdir(parents=True)
         with _together(self.folder / name):
             write(partial)
         with _together(self.folder / name):
-            if _first():
+            if is_first():
                 _commit(partial, self.folder / name, {**about, "step": step})
                 try:
                     self._thin(self.folder / name)
@@ -78,7 +79,7 @@ class Checkpoints:
     def latest(self, tell: Callable[[str], None]) -> Saved | None:
         """Return the last checkpoint that is whole; `tell` hears of later ones that are not, on the first process."""
         found: list[Any] = [None]
-        if _first():
+        if is_first():
             for folder in self._folders():
                 problem, about = _examine(folder)
                 if problem is None:
@@ -128,10 +129,6 @@ def _together(path: Path) -> Iterator[None]:
             raise TrainingError(
                 f"Cannot write checkpoint {path}: process {rank} says {problem}. Earlier checkpoints are as they were."
             ) from error
-
-
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from longspan.integrations.deepspeed.intercept import (
     interceptions,
 )
 from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
+from longspan.once import tell
 from longspan.plan.degrees import choose_degrees
 
 _HUB = re.compile(r"[^/:|]+/[^/:|]+(@[^/:]+)?(:[^/:]+)?")
@@ -169,10 +169,7 @@ def _kernel(name: str) -> str:
     """Return the name under which longspan picks a kernel for an attention implementation."""
     if name == "sdpa" or name.startswith("flash_attention_"):
         return name
-    if dist.get_rank() == 0:
-        print(
-            f"longspan: attention '{name}' names the models that are served; longspan picks the kernel", file=sys.stderr
-        )
+    tell(f"longspan: attention '{name}' names the models that are served; longspan picks the kernel")
     return "auto"
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -24,6 +22,7 @@ from longspan.integrations.trainer.rows import EvaluationRows, Share, evaluation
 from longspan.integrations.trainer.zero import check_zero, let_zero_hold
 from longspan.integrations.transformers import Applied, prepare
 from longspan.mesh import Mesh
+from longspan.once import tell
 from longspan.overrides import Overrides
 from longspan.plan.plan import Plan
 
@@ -111,7 +110,7 @@ class EnabledTrainer:
             for name in switched:
                 setattr(args, name, False)
             self._overrides.set(trainer, args=args)
-            _tell(f"{switched[0]} is switched off: longspan recomputes layers by itself, as its plan says")
+            tell(f"longspan: {switched[0]} is switched off: longspan recomputes layers by itself, as its plan says")
 
     def _override_accelerator(self) -> None:
         self._overrides.set(
@@ -278,8 +277,3 @@ def enable(
         enabled.engine = let_zero_hold(trainer, handle)
     enabled.settings = settings
     return enabled
-
-
-def _tell(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"longspan: {text}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from longspan.errors import ConfigError
 from longspan.integrations.shapes import model_shape
 from longspan.integrations.transformers.parts import Parts
 from longspan.mesh import Mesh
+from longspan.once import tell
 from longspan.plan.decide import Task, plan_of
 from longspan.plan.degrees import Degrees
 from longspan.plan.keep import Budget, Keep, Memory
@@ -199,9 +199,8 @@ class Automatic:
         if way in self.told or plan.memory == Memory():
             return
         self.told.add(way)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            lines = plan.explain().splitlines()[1:]
-            print("\n".join(["longspan:" + lines[0].removeprefix(" "), *lines[1:]]), file=sys.stderr)
+        lines = plan.explain().splitlines()[1:]
+        tell("\n".join(["longspan:" + lines[0].removeprefix(" "), *lines[1:]]))
 
 
 def _weight_bytes(model: nn.Module, shape: ModelShape) -> float:

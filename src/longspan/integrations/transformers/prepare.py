@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,6 +28,7 @@ from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.mesh import build_mesh, data_parallel_ranks
+from longspan.once import tell
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.exchange import KV_EXCHANGES, ExchangeRule, KvExchange
 from longspan.plan.keep import Memory
@@ -99,7 +98,7 @@ def prepare(
     applied.operands, applied.logit_options = probed.shapes, probed.logits
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
-    _tell(plan)
+    tell(f"longspan: {plan.summary()}")
     return applied
 
 
@@ -153,11 +152,6 @@ def _ways(memory: Literal["auto"] | Memory, parts: Parts) -> Memory:
     ways = Memory() if memory == "auto" else memory
     ways.check_layers(len(parts.layers))
     return ways
-
-
-def _tell(plan: Plan) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"longspan: {plan.summary()}", file=sys.stderr)
 
 
 def _check_choices(memory: str | Memory, grad_reduction: str, kv_exchange: str) -> None:
