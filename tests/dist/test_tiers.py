@@ -182,7 +182,12 @@ def runs(memory: Memory, degrees: tuple[int, int]) -> tuple[float, int]:
         return real(self, *args)
 
     handle = longspan.prepare(
-        model, degrees[0] * degrees[1], ulysses_degree=degrees[0], ring_degree=degrees[1], memory=memory
+        model,
+        degrees[0] * degrees[1],
+        ulysses_degree=degrees[0],
+        ring_degree=degrees[1],
+        kv_exchange="ring",
+        memory=memory,
     )
     part = handle.shard(PACKED.batch())
     advance = patch.object(Segment, "_advance", autospec=True, side_effect=Segment._advance)
