@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,19 @@ from longspan.errors import ConfigError, TrainingError
 from longspan.train import loop
 from longspan.train.data import Corpus
 from longspan.train.progress import Progress
+from longspan.train.writing import Writing
 from pool import RunRanks
 
 pytestmark = pytest.mark.dist
 
 STEPS = 6
 LORA = {"kind": "lora", "rank": 3, "dropout": 0.3}
+
+
+def written(writing: Writing) -> bool:
+    """Wait until a checkpoint is written; say that it is."""
+    wait([writing._written])
+    return False
 
 
 class Killed(Exception):
@@ -68,7 +76,7 @@ def config_of(folder: str, **changes: Any) -> RunConfig:
 def run(config: RunConfig, killed_in: int = 0, stopped_in: int = 0) -> tuple[int, str]:
     """Train in this process; return the last step, and what was told. The process dies, or gets SIGTERM, in a step."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    told, plain = io.StringIO(), loop._run_step
+    told, plain = io.StringIO(), loop.run_step
 
     def step(trainee: Any, data: Any, number: int, *rest: Any) -> Any:
         if number == killed_in:
@@ -80,7 +88,8 @@ def run(config: RunConfig, killed_in: int = 0, stopped_in: int = 0) -> tuple[int
     with ExitStack() as stack:
         if config.engine.startswith("zero"):
             stack.enter_context(launched())
-        stack.enter_context(patch.object(loop, "_run_step", step))
+        stack.enter_context(patch.object(loop, "run_step", step))
+        stack.enter_context(patch.object(Writing, "busy", property(written)))  # settled at the next step, each time
         try:
             last = loop.train(config, corpus(), torch.device("cpu"), None if rank else Progress(told, STEPS))
         except Killed:
@@ -231,14 +240,15 @@ def test_another_run_is_not_gone_on_with(run_ranks: RunRanks, tmp_path: Path) ->
 
 def full_disk(folder: str) -> tuple[str, list[str]]:
     """Save step 2; at step 4 one process finds its disk full."""
-    plain = loop.write_state
+    plain = Writing._write
 
-    def write(*args: Any) -> None:
-        plain(*args)
-        if "00000004" in str(args[0]) and dist.get_rank() == 1:
-            raise OSError(28, "No space left on device")
+    def write(writing: Writing) -> None:
+        if "00000004" in str(writing._writer.path) and dist.get_rank() == 1:
+            writing._written.set_exception(OSError(28, "No space left on device"))
+        else:
+            plain(writing)
 
-    with patch.object(loop, "write_state", write):
+    with patch.object(Writing, "_write", write):
         said = refused(config_of(folder))
     return said, sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
 
