@@ -288,8 +288,8 @@ class RunConfig(Section):
             return
         if self.optimizer.step_in_backward:
             raise ValueError(
-                "faults.on_nonfinite: skip cannot leave out a step that step_in_backward has taken by the time its norm "
-                "is known: set it to stop, or turn optimizer.step_in_backward off"
+                "faults.on_nonfinite: skip cannot leave out a step that step_in_backward has taken by the time its "
+                "norm is known: set it to stop, or turn optimizer.step_in_backward off"
             )
         if self.engine.startswith("zero-"):
             raise ValueError(

@@ -65,8 +65,8 @@ class _Flight:
 class Checkpoints:
     """Folders `step-00000123` on a disk that all processes share; every method is collective.
 
-    A checkpoint is written under another name, if its `Part` can, while the caller goes on. Once all processes are done,
-    `settle` has the first one list its files with their sizes in `commit.json` and rename the folder, so a folder
+    A checkpoint is written under another name, and if its `Part` can, while the caller goes on. Once all processes are
+    done, `settle` has the first one list its files with their sizes in `commit.json` and rename the folder, so a folder
     without that list, or with a file of another size, is none: the run was killed, or the disk lost something.
 
     Args:

@@ -29,8 +29,8 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 class Watchdog:
     """Watches a run's pulse from a thread, tells the other processes where this one is, and ends it if it hangs.
 
-    Where this process hangs so deep in foreign code that no Python thread runs, a thread of the interpreter's own prints
-    the stacks and ends it a little later.
+    Where a process hangs so deep in foreign code that no Python thread runs, a thread of the interpreter's own prints the
+    stacks and ends it a little later.
 
     Args:
         limit_s: longest time of a step; `FIRST` times as long for the first.
@@ -42,12 +42,13 @@ class Watchdog:
     def __init__(self, pulse: Pulse, limit_s: float, folder: Path) -> None:
         self._pulse, self._limit_s = pulse, limit_s
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._file = folder / f"watchdog-rank{self._rank}.txt"
+        self._file = report_file(folder, self._rank)
         self._look_s = min(_LOOK_S, limit_s / 10)
         self._ended = threading.Event()
         self._store: Any = None
 
     def __enter__(self) -> Self:
+        self._file.unlink(missing_ok=True)  # of an earlier run
         if dist.is_initialized():
             self._store = _get_default_store().clone()  # of its own: the training thread may hold on to the other one
             self._store.set_timeout(_STORE_TIMEOUT)
@@ -93,18 +94,14 @@ class Watchdog:
         os._exit(1)
 
     def _report(self, limit_s: float) -> str:
-        now = self._pulse.now
-        return "\n".join(
-            [
-                f"longspan: process {self._rank} has not ended a step for {time.monotonic() - self._pulse.beat_s:.0f} s: "
-                f"{now}. faults.timeout_minutes allows {limit_s / 60:.3g}"
-                f"{'' if self._pulse.steps else ' before the first step has ended'}, so the process ends with exit code 1. "
-                "torchrun --max-restarts starts it again, --resume goes on from the last checkpoint. If a step really "
-                "takes that long, raise faults.timeout_minutes.",
-                *self._others(),
-                *_stacks(),
-            ]
+        waited_s, first = time.monotonic() - self._pulse.beat_s, "" if self._pulse.steps else "for the first step "
+        said = (
+            f"longspan: process {self._rank} has not ended a step for {waited_s:.0f} s: {self._pulse.now}. It is ended "
+            f"with exit code 1, as faults.timeout_minutes allows {limit_s / 60:.3g} minutes {first}in all. Go on from the "
+            "last checkpoint with --resume, or let torchrun --max-restarts do it. If a step really takes that long, "
+            "raise faults.timeout_minutes."
         )
+        return "\n".join([said, *self._others(), *_stacks()])
 
     def _others(self) -> list[str]:
         """Say where each process was when it last left word."""
@@ -124,6 +121,11 @@ class Watchdog:
             silent = f", and has not reported for {age_s:.0f} s" if age_s > 3 * self._look_s else ""
             said.append(f"process {rank}: step {step}, {phase}{silent}")
         return said
+
+
+def report_file(folder: Path, rank: int) -> Path:
+    """Return where a process that its watchdog ends leaves word."""
+    return folder / f"watchdog-rank{rank}.txt"
 
 
 def wait_longer(limit_s: float) -> None:
