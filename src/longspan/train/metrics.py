@@ -73,16 +73,16 @@ class MetricsFile:
         self._started = True
 
     def write(self, row: Row) -> None:
-        """Write one row, whole, so that a reader never sees half of it; what is not finite is null, as JSON asks."""
+        """Write one row, whole, so that a reader never sees half of it. Of a skipped step, what is not finite is null."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a" if self._started else "w", encoding="utf-8") as file:
-            plain = {name: None if _endless(value) else value for name, value in asdict(row).items()}
+            plain = asdict(row)
+            if row.skipped:
+                plain |= {name: None for name in ("loss", "grad_norm") if not math.isfinite(plain[name])}
+            else:
+                del plain["skipped"]
             file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._started = True
-
-
-def _endless(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _step_of(line: bytes) -> int | None:

@@ -29,7 +29,7 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 class Watchdog:
     """Watches a run's pulse from a thread, tells the other processes where this one is, and ends it if it hangs.
 
-    Where a process hangs so deep in foreign code that no Python thread runs, a thread of the interpreter's own prints the
+    Where it hangs so deep in foreign code that no Python thread runs, a thread of the interpreter's own prints the
     stacks and ends it a little later.
 
     Args:
