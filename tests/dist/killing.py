@@ -105,7 +105,7 @@ def _attempt(config: RunConfig, kill: Kill | None, patience_s: float, act: str) 
     """Fork the ranks, kill one of them if so told, give the other `patience_s`, and kill it too.
 
     Args:
-        act: `module:function`, called with its rank in each process before it trains.
+        act: `module:function`, called with rank and config in each process before it trains; or instead, if it returns True.
     """
     start_s = time.monotonic()
     folder = Path(config.output_dir).parent
@@ -185,7 +185,8 @@ def _rank(config: RunConfig, rank: int, store: str, log: Path, kill: Kill | None
         _hook(rank, kill, speak)
         if act:
             module, _, name = act.partition(":")
-            getattr(importlib.import_module(module), name)(rank)
+            if getattr(importlib.import_module(module), name)(rank, config):
+                return 0
         loop.train(config, runs.corpus(), torch.device("cpu"), None if rank else Progress(out, config.max_steps))
         dist.destroy_process_group()
         return 0
@@ -239,24 +240,24 @@ def _hook(rank: int, kill: Kill | None, speak: int) -> None:
     told(checkpoints, "_commit", "renamed", after=True)
     if rank == 0:
         told(Checkpoints, "_finish", "settled", after=True)
-        begun = loop.run_step
+        plain, begun = loop.run_step, False
 
-        def first(*args: Any) -> Any:
-            loop.run_step = begun
-            os.write(speak, b"!")
-            return begun(*args)
+        def step(*args: Any) -> Any:
+            nonlocal begun
+            if not begun:
+                os.write(speak, b"!")
+            begun = True
+            return plain(*args)
 
-        loop.run_step = first
+        loop.run_step = step
 
 
-def kills(count: int, seed: int, span_s: float) -> list[Kill]:
-    """Draw kills: every second one in a save, the others at any moment of a run that takes `span_s`."""
+def kills(seed: int, span_s: float) -> Iterator[Kill]:
+    """Draw kills: two of three in a save, the others at any moment of a run that takes `span_s`."""
     draw = random.Random(seed)
-    found = []
-    for index in range(count):
-        rank = draw.randrange(_WORLD)
-        if index % 2:
-            found.append(Kill(rank, after_s=draw.uniform(0, span_s)))
+    while True:
+        rank, phase = draw.randrange(_WORLD), draw.choice(PHASES[:-1])
+        if draw.random() < 1 / 3:
+            yield Kill(rank, after_s=draw.uniform(0, span_s))
         else:
-            found.append(Kill(rank, phase=draw.choice(PHASES[:-1]), turn=draw.randint(1, 4)))
-    return found
+            yield Kill(rank, phase=phase, turn=draw.randint(1, {"item": 120, "flush": 8}.get(phase, 2)))

@@ -39,7 +39,7 @@ class Agreement:
             told = (None, act())
         except Exception as raised:
             error = raised
-            told = (str(raised) if isinstance(raised, LongspanError) else f"{type(raised).__name__}: {raised}", None)
+            told = (_said(raised), None)
         everyone: list[Any] = [told]
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
@@ -50,3 +50,15 @@ class Agreement:
                     f"Cannot {self.doing}: process {rank} says {problem[:500]}. {self.after}"
                 ) from error
         return [result for _, result in everyone]
+
+
+def _said(error: Exception) -> str:
+    """Say what went wrong; what the system said, where torch has put a complaint of its own on top."""
+    if isinstance(error, LongspanError):
+        return str(error)
+    below: BaseException | None = error
+    while below is not None:
+        if isinstance(below, OSError):
+            return f"{type(below).__name__}: {below}"
+        below = below.__cause__ or below.__context__
+    return f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ _NO_ROOM = ("can't allocate memory", "cannot allocate memory", "not enough memor
 
 @contextmanager
 def explained(pulse: Pulse, config: RunConfig, trainee: Trainee) -> Iterator[None]:
-    """Turn a lack of memory, and the loss of another process, into an error that says what to do.
+    """Turn a lack of memory, the loss of another process, and what a disk refuses, into an error that says what to do.
 
     Raises:
         TrainingError: in place of what torch raised.
@@ -29,6 +29,10 @@ def explained(pulse: Pulse, config: RunConfig, trainee: Trainee) -> Iterator[Non
         yield
     except LongspanError:
         raise
+    except OSError as error:
+        raise TrainingError(
+            f"In {pulse.now}: {error}. Checkpoints are as they were; once that is mended, go on with --resume."
+        ) from error
     except (RuntimeError, MemoryError) as error:
         where = f"In {pulse.now}"
         said = (str(error).splitlines() or [type(error).__name__])[0][:300]

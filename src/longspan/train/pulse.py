@@ -20,8 +20,7 @@ class Moment:
     since_s: float
 
     def __str__(self) -> str:
-        where = f"step {self.step}" if self.step else "before the first step"
-        return f"{where}, {self.phase}, for {time.monotonic() - self.since_s:.1f} s"
+        return f"{f'step {self.step}' if self.step else 'before the first step'}, {self.phase}"
 
 
 class Pulse:

@@ -78,7 +78,7 @@ class Watchdog:
             return
         now = self._pulse.now
         try:
-            self._store.set(_key(self._rank), json.dumps([time.time(), now.step, now.phase]))
+            self._store.set(_key(self._rank), json.dumps([time.time(), str(now)]))
         except RuntimeError:  # who keeps it is gone, which the training thread will notice by itself
             self._store = None
 
@@ -94,9 +94,11 @@ class Watchdog:
         os._exit(1)
 
     def _report(self, limit_s: float) -> str:
+        now = self._pulse.now
+        since_s = time.monotonic() - now.since_s
         waited_s, first = time.monotonic() - self._pulse.beat_s, "" if self._pulse.steps else "for the first step "
         said = (
-            f"longspan: process {self._rank} has not ended a step for {waited_s:.0f} s: {self._pulse.now}. It is ended "
+            f"longspan: process {self._rank} has not ended a step for {waited_s:.0f} s: {now}, for {since_s:.0f} s. It is ended "
             f"with exit code 1, as faults.timeout_minutes allows {limit_s / 60:.3g} minutes {first}in all. Go on from the "
             "last checkpoint with --resume, or let torchrun --max-restarts do it. If a step really takes that long, "
             "raise faults.timeout_minutes."
@@ -116,10 +118,10 @@ class Watchdog:
             if told is None:
                 said.append(f"process {rank}: has not reported")
                 continue
-            time_s, step, phase = json.loads(told)
+            time_s, where = json.loads(told)
             age_s = time.time() - time_s
             silent = f", and has not reported for {age_s:.0f} s" if age_s > 3 * self._look_s else ""
-            said.append(f"process {rank}: step {step}, {phase}{silent}")
+            said.append(f"process {rank}: {where}{silent}")
         return said
 
 
