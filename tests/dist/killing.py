@@ -105,7 +105,8 @@ def _attempt(config: RunConfig, kill: Kill | None, patience_s: float, act: str) 
     """Fork the ranks, kill one of them if so told, give the other `patience_s`, and kill it too.
 
     Args:
-        act: `module:function`, called with rank and config in each process before it trains; or instead, if it returns True.
+        act: `module:function`, called with rank and config in each process before it trains; instead, if it returns
+            True.
     """
     start_s = time.monotonic()
     folder = Path(config.output_dir).parent

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from longspan.config import RunConfig
 from longspan.errors import ConfigError, TrainingError
+from longspan.train import state, writing
+from longspan.train.checkpoints import Checkpoints
 from longspan.train.writing import Writing
 from pool import RunRanks
 from runs import STEPS, config_of, result, run
@@ -63,10 +66,12 @@ def test_a_killed_run_goes_on_to_the_bit(run_ranks: RunRanks, tmp_path: Path, ki
 def test_one_process_goes_on(tmp_path: Path) -> None:
     """Without a process group; stepping inside backward clips by the step before, which is saved too."""
     inside = {"step_in_backward": True, "clip": "previous", "max_grad_norm": 0.5, "lr": 3e-3}
-    for name, optimizer in (("plain", {"lr": 3e-3}), ("inside", inside)):
+    for name, optimizer in (("plain", {"lr": 3e-3}), ("inside", inside), ("float64", inside)):
         whole, cut = str(tmp_path / name / "whole"), str(tmp_path / name / "cut")
         changes: dict[str, Any] = {"engine": "single", "sequence_parallel_size": 1, "optimizer": optimizer}
         changes["gradient_accumulation_steps"] = 1
+        if name == "float64":
+            changes["model"] = {**config_of(whole).model.model_dump(), "dtype": "float64"}
         run(config_of(whole, **changes))
         run(config_of(cut, **changes), 4)
         assert run(config_of(cut, **changes, resume=True))[0] == STEPS
@@ -183,6 +188,37 @@ def test_a_full_disk_leaves_the_last_checkpoint(run_ranks: RunRanks, tmp_path: P
         assert "process 1 says OSError" in said and "No space left" in said
         assert "step-00000002" in names and "step-00000004" not in names
     (last, told), _ = run_ranks(2, run, config_of(str(tmp_path / "run"), resume=True))
+    assert last == STEPS and "going on after step 2" in told
+
+
+PLACES = {
+    "plan": (Writing, "_plan", 1),
+    "copy": (writing._Planner, "stage", 1),
+    "look": (Checkpoints, "_latest", 0),
+    "read": (state, "_vessels", 1),
+    "take": (state, "_take", 1),
+    "table": (Writing, "complete", 0),
+}
+
+
+def failing(config: RunConfig, place: str) -> str:
+    """Train; one process fails where the others go on to a collective."""
+    holder, name, rank = PLACES[place]
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with patch.object(holder, name, broken) if dist.get_rank() == rank else nullcontext():
+        return refused(config)
+
+
+def test_where_one_process_fails_none_waits(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_ranks(2, run, config_of(folder, max_steps=2))
+    for place, (*_, rank) in PLACES.items():
+        for said in run_ranks(2, failing, config_of(folder, resume=True), place):
+            assert f"process {rank} says OSError: [Errno 5]" in said, place
+    (last, told), _ = run_ranks(2, run, config_of(folder, resume=True))
     assert last == STEPS and "going on after step 2" in told
 
 

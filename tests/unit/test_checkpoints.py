@@ -90,7 +90,7 @@ def test_a_failed_removal_stops_no_run(tmp_path: Path, how: str, capsys: pytest.
 
 
 def test_all_folders_are_on_the_disk(tmp_path: Path) -> None:
-    """What belongs to a checkpoint first, what a folder holds before the folder, and what names the checkpoints last."""
+    """What belongs to a checkpoint first, what a folder holds before it, and what names the checkpoints last."""
     flushed: list[str] = []
     with patch.object(checkpoints, "_flush", lambda path: flushed.append(str(Path(path).relative_to(tmp_path)))):
         (tmp_path / "metrics.jsonl").write_text("a row")

@@ -73,7 +73,7 @@ class MetricsFile:
         self._started = True
 
     def write(self, row: Row) -> None:
-        """Write one row, whole, so that a reader never sees half of it. Of a skipped step, what is not finite is null."""
+        """Write one row, so that a reader never sees half of it; of a skipped step, what is not finite is null."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a" if self._started else "w", encoding="utf-8") as file:
             plain = asdict(row)

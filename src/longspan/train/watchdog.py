@@ -95,13 +95,13 @@ class Watchdog:
 
     def _report(self, limit_s: float) -> str:
         now = self._pulse.now
-        since_s = time.monotonic() - now.since_s
+        where = f"{now}, for {time.monotonic() - now.since_s:.0f} s"
         waited_s, first = time.monotonic() - self._pulse.beat_s, "" if self._pulse.steps else "for the first step "
         said = (
-            f"longspan: process {self._rank} has not ended a step for {waited_s:.0f} s: {now}, for {since_s:.0f} s. It is ended "
-            f"with exit code 1, as faults.timeout_minutes allows {limit_s / 60:.3g} minutes {first}in all. Go on from the "
-            "last checkpoint with --resume, or let torchrun --max-restarts do it. If a step really takes that long, "
-            "raise faults.timeout_minutes."
+            f"longspan: process {self._rank} has not ended a step for {waited_s:.0f} s: {where}. It is ended "
+            f"with exit code 1, as faults.timeout_minutes allows {limit_s / 60:.3g} minutes {first}in all. Go on from "
+            "the last checkpoint with --resume, or let torchrun --max-restarts do it. If a step really takes that "
+            "long, raise faults.timeout_minutes."
         )
         return "\n".join([said, *self._others(), *_stacks()])
 
