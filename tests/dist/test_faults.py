@@ -84,9 +84,18 @@ def test_a_process_whose_peer_is_killed_says_so(attempt: Attempt, tmp_path: Path
 
 
 def hang_in_backward(rank: int, config: Any) -> None:
-    """Have the second process sleep in the backward pass of its third step."""
+    """Have the second process sleep in the backward pass of its third step, and the first one notice later."""
     from longspan.engines import FullyShardedDataParallel as Sharded
+    from longspan.train.pulse import Pulse
 
+    beat = Pulse.beat
+
+    def late(pulse: Pulse) -> None:
+        beat(pulse)
+        pulse.beat_s += 0.5
+
+    if rank == 0:
+        Pulse.beat = late
     plain, calls = Sharded.backward, 0
 
     def backward(engine: Any, loss: Any) -> None:
@@ -108,7 +117,7 @@ def test_a_step_that_hangs_is_ended(attempt: Attempt, tmp_path: Path) -> None:
     for rank in (0, 1):
         report = (tmp_path / "out" / f"watchdog-rank{rank}.txt").read_text()
         assert report in ended.told
-        assert re.match(rf"longspan: process {rank} has not ended a step for [4-9] s: step 3, backward, for", report)
+        assert re.match(rf"longspan: process {rank} has not ended a step for [3-9] s: step 3, backward, for", report)
         assert "raise faults.timeout_minutes" in report and "--resume" in report
         assert "process 0: step 3, backward\nprocess 1: step 3, backward" in report
         assert "thread MainThread:" in report
@@ -204,6 +213,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert steps[0] >= 6 if asynchronous else steps[0] == 5  # what has been written is settled after the next step
     assert steps[1] == 8
     assert result(str(tmp_path / "out")) == whole[0]
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step-00000008")
+    ended = attempt(config(tmp_path, save=save, resume=True))
+    assert "going on after step 4" in ended.told, "what was written later is of step 4 all the same"
+    assert result(str(tmp_path / "out")) == whole[0]
 
 
 def full_disk(rank: int, config: Any) -> bool:
@@ -295,3 +308,24 @@ def test_torchrun_starts_a_killed_run_again(tmp_path: Path) -> None:
         assert ("going on after step 4" in done.stdout) == bool(restarts), done.stdout
         found[name] = result(str(tmp_path / name))
     assert found["killed"] == found["left alone"]
+
+
+def timeouts(limit_s: float) -> list[float]:
+    """Return how long collectives of a mesh's axis and of all processes wait."""
+    import torch
+    import torch.distributed as dist
+
+    from longspan.mesh import build_mesh
+    from longspan.plan.degrees import Degrees
+    from longspan.train.watchdog import wait_longer
+
+    mesh = build_mesh(torch.arange(4).view(2, 2), Degrees(2, 1, ""), "cpu")
+    wait_longer(limit_s)
+    groups = [group for group in (mesh.ulysses.group, dist.group.WORLD) if group is not None]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_collectives_wait_longer_than_the_watchdog(run_ranks: Any) -> None:
+    """The default group is given its time when it is made."""
+    for axis, everyone in run_ranks(4, timeouts, 7000.0):
+        assert axis > 3 * 7000 and everyone < 100

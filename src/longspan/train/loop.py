@@ -105,6 +105,7 @@ def _run_steps(
             break
     pulse.enter("saving", number)
     saver.settle()
+    pulse.beat()
     return number
 
 
