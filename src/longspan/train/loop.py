@@ -22,9 +22,15 @@ from longspan.train.progress import Progress
 from longspan.train.pulse import Pulse
 from longspan.train.resume import StopRequest, saveable
 from longspan.train.saver import Saver
+from longspan.train.shortage import advice
 from longspan.train.step import Taken, not_finite, run_step
 from longspan.train.trainee import Trainee, assemble, introduce
 from longspan.train.watchdog import Watchdog, wait_longer
+
+_BUILDING = (
+    "Each process builds the whole model before any sharding: free memory, start fewer processes, or take a smaller "
+    "model or model.dtype."
+)
 
 
 def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None) -> int:
@@ -41,7 +47,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
             gone, or a disk that refuses.
     """
     output_dir, pulse = Path(config.output_dir), Pulse()
-    with Watchdog(pulse, config.faults.timeout_minutes * 60, output_dir):
+    with Watchdog(pulse, config.faults.timeout_minutes * 60, output_dir), explained(pulse, lambda: _BUILDING):
         tokenizer = load_tokenizer(config.data.tokenizer)
         trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
         wait_longer(config.faults.timeout_minutes * 60)
@@ -53,7 +59,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
             closing(trainee),
             progress or nullcontext(),
             StopRequest(saveable(config)) as stop,
-            explained(pulse, config, trainee),
+            explained(pulse, lambda: advice(config, trainee)),
         ):
             last = _run_steps(config, corpus, trainee, progress, stop, pulse)
             if config.save.final and last == config.max_steps:
