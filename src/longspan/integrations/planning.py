@@ -71,22 +71,26 @@ def cluster_for(machine: Machine, gpus: int, node_gpus: int, gpu_bytes: int, hos
 def task_for(shape: ModelShape, cluster: Cluster, engine: str, optimizer: str) -> Task:
     """Return the task of training a model on all of a cluster's GPUs together.
 
+    Activations are in bfloat16, on a CPU in float32, and so are models with adapters, the adapters and their optimizer.
+
     Raises:
         ConfigError: an unknown engine or optimizer.
         TopologyError: no degrees serve the heads.
     """
     if engine not in ENGINES:
         raise ConfigError(f"Unknown engine {engine!r}; use {', '.join(ENGINES)}.")
+    itemsize = 2 if cluster.machine.on_gpu else 4
     optimizers: tuple[Optimizer, ...]
     if engine.startswith("zero-"):
         if optimizer not in ("auto", "adamw"):
             raise ConfigError(f"Engine {engine} serves optimizer adamw, not {optimizer!r}: take adamw, or fsdp2.")
-        itemsize = 2 if cluster.machine.on_gpu else 4
         optimizers = (Optimizer.under_zero(int(engine[-1]), itemsize),)
+    elif shape.trained < shape.parameters:
+        optimizers = (Optimizer.held("adamw" if optimizer == "auto" else optimizer, itemsize, itemsize),)
     elif optimizer == "auto":
         optimizers = (OPTIMIZERS["adamw"], OPTIMIZERS["adamw-host"])
     else:
         optimizers = (find_optimizer(optimizer),)
     heads = {(layer.heads, layer.kv_heads) for layer in shape.layers if not layer.recurrent} or {(cluster.gpus, 1)}
     degrees = min((choose_degrees(h, k, cluster.gpus, cluster.node_gpus) for h, k in heads), key=lambda d: d.ulysses)
-    return Task(shape, cluster, degrees, engine, optimizers, streams_norm=True)
+    return Task(shape, cluster, degrees, engine, optimizers, itemsize=itemsize, streams_norm=True)

@@ -140,7 +140,17 @@ def parse_gpus(text: str) -> tuple[int, Machine]:
     Raises:
         ConfigError: it cannot be read, or the machine is not known.
     """
+    count, kind = split_gpus(text)
+    return count, find_machine(kind)
+
+
+def split_gpus(text: str) -> tuple[int, str]:
+    """Read "2xH200" -> 2 and "h200", whether such a machine is known or not.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     match = re.fullmatch(r"(?:(\d{1,6})\s*x\s*)?([a-z][a-z0-9-]*)", text.strip().lower())
     if match is None or not int(match[1] or 1):
         raise ConfigError(f"GPUs are given as a number and a kind, such as 2xH200, got {text!r}.")
-    return int(match[1] or 1), find_machine(match[2])
+    return int(match[1] or 1), match[2]
