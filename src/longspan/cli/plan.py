@@ -106,9 +106,8 @@ def plan(**flags: Any) -> None:
     else:
         _show(plans)
         for made, step in zip(plans, steps, strict=False):
-            print(
-                f"measured at {made.seq_len:,} tokens: {step['peak_gib']} GiB of tensors, predicted {step['predicted_gib']}"
-            )
+            gib, expected = step["peak_gib"], step["predicted_gib"]
+            print(f"measured at {made.seq_len:,} tokens: {gib} GiB of tensors, predicted {expected}")
 
 
 def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
