@@ -31,7 +31,8 @@ BASE: dict[str, Any] = {
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**63, 2**200, -(2**70), 0.5, -0.0, 1e308, float("inf"), float("nan"), "", " ", "128K",
     "1e9", "-3", "\u0000", "\udcff", "ünïcode", "../../etc", "${stdlib}", "${home}", "a" * 5000, [], [[]], {},
-    {"": None}, [1, "a", None], {"name": "x"}, ("a",), b"bytes", 3 + 4j, object, [0.9, 0.95], [0.9, 1.5], "auto", "none", "null",
+    {"": None}, [1, "a", None], {"name": "x"}, ("a",), b"bytes", 3 + 4j, object, [0.9, 0.95], [0.9, 1.5], "auto",
+    "none", "null",
 ]  # fmt: skip
 
 
