@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from longspan.config import DataConfig
 from longspan.errors import DataError
+from longspan.integrations.encoding import Encoder
+from longspan.integrations.tokenizer import byte_tokenizer
 from longspan.train.data import Corpus, Report, read_corpus
 
 
@@ -21,9 +23,19 @@ def encode(text: str) -> list[int]:
     return list(text.encode())
 
 
+class Bytes(Encoder):
+    """Encodes texts without an end, so that they count what they show."""
+
+    def text(self, text: str) -> list[int]:
+        return encode(text)
+
+
+BYTES = Bytes(byte_tokenizer())
+
+
 def read(files: Any, length: int = 100, **options: Any) -> tuple[Corpus, Report]:
     names = [str(file) for file in files] if isinstance(files, list) else str(files)
-    return read_corpus(DataConfig.model_validate({"files": names, **options}), length, encode)
+    return read_corpus(DataConfig.model_validate({"files": names, **options}), length, BYTES)
 
 
 def pieces(corpus: Corpus) -> list[list[int]]:
@@ -78,9 +90,9 @@ def test_pickled_tokens_are_refused(tmp_path: Path) -> None:
     ("row", "said"),
     [
         ("{", "not JSON"),
-        ("[1]", "an object with either"),
-        ({"txt": "x"}, "an object with either"),
-        ({"text": "x", "input_ids": [1]}, "an object with either"),
+        ("[1]", "a row must"),
+        ({"txt": "x"}, "this one has 'txt'"),
+        ({"text": "x", "input_ids": [1]}, "has `text` and `input_ids`; choose by data.form"),
         ({"text": 3}, "`text` must be a string, got int"),
         ({"text": "x", "labels": [1]}, "`labels` need `input_ids`"),
         ({"input_ids": [1, 2], "labels": [1]}, "1 `labels` for 2 `input_ids`"),
@@ -131,7 +143,7 @@ def test_empty_documents(tmp_path: Path) -> None:
         read(files)
     corpus, report = read(files, empty_documents="drop")
     assert len(pieces(corpus)) == 1
-    assert "1 empty and left out" in str(report)
+    assert "a.txt) empty and left out" in str(report)
     with pytest.raises(DataError, match="nothing to train on"):
         read(files[:1], empty_documents="drop")
 
@@ -142,10 +154,10 @@ def test_long_documents(tmp_path: Path) -> None:
         read(files, 4)
     corpus, report = read(files, 4, long_documents="split")
     assert pieces(corpus) == [encode(text) for text in ("abcd", "efgh", "ij", "xyz")]
-    assert "1 cut, 4 pieces in all" in str(report)
+    assert "a.txt) cut, 4 pieces in all" in str(report)
     corpus, report = read(files, 4, long_documents="drop")
     assert pieces(corpus) == [encode("xyz")]
-    assert "1 too long and left out (10 tokens)" in str(report)
+    assert "a.txt) too long and left out (10 tokens)" in str(report)
 
 
 def test_pieces_without_a_target_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -157,7 +169,7 @@ def test_pieces_without_a_target_are_left_out_and_counted(tmp_path: Path) -> Non
     )
     corpus, report = read(file, 2, format="jsonl", long_documents="split")
     assert pieces(corpus) == [[1, 2]]
-    assert report.pieces_without_target_dropped == 3
+    assert report.without_target.count == 3
     assert report.pieces == 1
     assert report.piece_tokens == 2
 

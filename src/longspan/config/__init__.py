@@ -1,9 +1,9 @@
 """The settings of a run: their schema, and how they are read from a file and the command line."""
 
-from longspan.config.load import load_config, parse_config
+from longspan.config.data import DataConfig, InspectConfig
+from longspan.config.load import load_config, load_inspect_config, parse_config
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
 from longspan.config.schema import (
-    DataConfig,
     LoggingConfig,
     MemoryConfig,
     OptimizerConfig,
@@ -17,6 +17,7 @@ from longspan.config.settings import Setting, settings
 __all__ = [
     "AdapterConfig",
     "DataConfig",
+    "InspectConfig",
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "ScheduleConfig",
     "Setting",
     "load_config",
+    "load_inspect_config",
     "parse_config",
     "parse_size",
     "settings",

@@ -82,7 +82,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
             optimizer steps in backward.
     """
     output_dir = Path(config.output_dir)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
     trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
     if progress is not None:
         if not config.resume:
@@ -105,6 +105,7 @@ def _run_steps(
     recipe = Recipe(
         config.sequence_length,
         packing=config.data.packing,
+        strategy=config.data.packing_strategy,
         shuffle=config.data.shuffle,
         rows=config.micro_batch_size,
         accumulation=config.gradient_accumulation_steps,
