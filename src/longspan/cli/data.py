@@ -70,10 +70,8 @@ def show(overview: Any) -> None:
         table.add_row(f"{bar.from_tokens:,} to {bar.to_tokens:,}", block, f"{bar.documents:,}")
     console.print(table)
     print(f"{report.piece_tokens:,} tokens to train on, {overview.targets_share:.1%} of them targets")
-    for position, packed in enumerate(overview.packed):
-        print(
-            f"{'rows' if position == 0 else 'else'} of {overview.sequence_length:,} tokens, packing {packed.strategy}: "
-            f"{packed.rows:,} per epoch, {packed.fill:.1%} full"
-        )
+    for place, packed in enumerate(overview.packed):
+        start = "otherwise" if place else f"rows of {overview.sequence_length:,} tokens"
+        print(f"{start}, packing {packed.strategy}: {packed.rows:,} per epoch, {packed.fill:.1%} full")
     for line in report.fates():
         console.print(Text(line), soft_wrap=True)

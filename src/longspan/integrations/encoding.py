@@ -20,6 +20,15 @@ Encoded = tuple[list[int], list[bool] | None]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WAY_OUT = "give data.chat_template a file whose template has {% generation %} marks, or set data.targets: all"
 _SHOWN_CHARACTERS = 200
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class Encoder:

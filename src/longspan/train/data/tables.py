@@ -56,7 +56,7 @@ def dataset(name: str, subset: str | None, split: str, streaming: bool) -> Itera
     """
     library = _library("datasets", "dataset")
     arrow, own = _library("pyarrow", "dataset").ArrowException, library.exceptions.DatasetsError
-    with _reading(name, arrow, own):
+    with _reading(name, arrow, own, RuntimeError):  # what it raises at scripts
         found = _open(library, name, subset, split, streaming)
         _columns(name, found.column_names or list(_FIELDS))
         yield from found.with_format("arrow").iter(batch_size=_BATCH_ROWS)
@@ -120,8 +120,8 @@ def _open(library: Any, name: str, subset: str | None, split: str, streaming: bo
     loader = type(builder).__module__.rsplit(".", 1)[-1]
     if loader not in _PLAIN:
         raise DataError(
-            f"{name} would be read by datasets' loader {loader!r}; only {', '.join(sorted(_PLAIN))} are taken. Save its "
-            "rows as parquet."
+            f"{name} would be read by datasets' loader {loader!r}; only {', '.join(sorted(_PLAIN))} are taken. Save "
+            "its rows as parquet."
         )
     if streaming:
         return builder.as_streaming_dataset(split=split)
