@@ -20,14 +20,14 @@ class DataConfig(Section):
         min_length=1,
     )
     format: Literal["text", "jsonl", "parquet", "dataset", "tokens"] = _field(
-        "'text': a document per file. 'jsonl', 'parquet': a document per row, see docs/data.md. 'dataset': rows of what "
+        "'text': a document per file. 'jsonl', 'parquet': a document per row (docs/data.md). 'dataset': the rows that "
         "`save_to_disk` wrote or `datasets.load_dataset` reads. 'tokens': a document per .npy file of whole numbers.",
         "text",
         example="jsonl",
     )
     form: Literal["auto", "text", "input_ids", "prompt", "messages"] = _field(
-        "Which fields of a row are the document; 'auto': `text`, `input_ids`, `prompt` and `completion`, or `messages`, "
-        "whichever a row has, and it must have one of them only.",
+        "Which fields of a row are the document; 'auto': the one that a row has of `text`, `input_ids`, `prompt` with "
+        "`completion`, and `messages`.",
         "auto",
         example="messages",
     )

@@ -40,7 +40,8 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: str = "assistant") -> None:
         self._tokenizer, self._all = tokenizer, targets == "all"
-        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        end: Any = tokenizer.eos_token_id
+        self._end: list[int] = [] if end is None else [end]
         self._closes = self._ids("a")[-1:] == self._end != self._ids("a", special=False)[-1:]
 
     def text(self, text: str) -> list[int]:
