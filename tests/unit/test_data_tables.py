@@ -22,12 +22,16 @@ datasets = pytest.importorskip("datasets")
 parquet = pytest.importorskip("pyarrow.parquet")
 
 CALL = {"function": {"name": "add", "arguments": {"a": 1}}}
+OTHER = {"function": {"name": "say", "arguments": {"b": "x"}}}
 ROWS: list[dict[str, Any]] = [
     {"text": "hello", "id": 7},
     {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
     {"prompt": "a", "completion": "b"},
     {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
-    {"messages": [{"role": "user", "content": "z"}, {"role": "assistant", "tool_calls": [CALL]}], "tools": [CALL]},
+    {
+        "messages": [{"role": "user", "content": "z"}, {"role": "assistant", "tool_calls": [CALL, OTHER]}],
+        "tools": [CALL],
+    },
 ]
 
 
@@ -87,7 +91,7 @@ def test_datasets_are_read_as_jsonl_is(tmp_path: Path, streaming: bool) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.csv").write_text("text,n\na,1\nbc,2\n")
     plain = documents(read(jsonl(tmp_path, pairs, "pairs.jsonl"), "jsonl")[0])
-    for name in ("saved", "splits", "texts", "texts/a.csv"):
+    for name in ("saved", "splits", "texts", "texts/a.csv", "texts/*.csv"):
         assert documents(read(tmp_path / name, "dataset", streaming=streaming)[0]) == plain
     assert documents(read(tmp_path / "splits", "dataset", split="test", streaming=streaming)[0]) == plain[1:]
 

@@ -20,7 +20,7 @@ Encoded = tuple[list[int], list[bool] | None]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WAY_OUT = "give data.chat_template a file whose template has {% generation %} marks, or set data.targets: all"
 _SHOWN_CHARACTERS = 200
-_TEMPLATE_ERRORS = (
+_TEMPLATE_ERRORS = (  # of a program of somebody else's, on messages that it was not written for
     TemplateError,
     TypeError,
     ValueError,
@@ -134,7 +134,11 @@ class Encoder:
     def _marked(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> list[bool]:
         with _template_at_work():
             found: Any = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True
+                list(messages),
+                tools=tools,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
             )
         return [bool(target) for target in found["assistant_masks"]]
 
@@ -176,14 +180,6 @@ def _template_at_work() -> Iterator[None]:
     """Name what a chat template, somebody else's program, raises on messages that it was not written for."""
     try:
         yield
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+    except _TEMPLATE_ERRORS as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:_SHOWN_CHARACTERS]
         raise ValueError(f"the chat template cannot write it: {reason.rstrip('.')}") from None

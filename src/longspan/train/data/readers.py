@@ -38,17 +38,27 @@ def expand_files(patterns: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        names = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]
-        files = [Path(name) for name in names if Path(name).is_file()]
+        files = [Path(name) for name in _expand([pattern]) if Path(name).is_file()]
         if not files:
             raise DataError(f"data.files: {pattern} matches no file (read from {Path.cwd()}).")
         found.update(dict.fromkeys(files))
     return list(found)
 
 
+def _expand(patterns: Sequence[str]) -> Iterator[str]:
+    for pattern in patterns:
+        if not glob.has_magic(pattern):
+            yield pattern
+            continue
+        names = sorted(glob.glob(pattern, recursive=True))
+        if not names:
+            raise DataError(f"data.files: {pattern} matches no file (read from {Path.cwd()}).")
+        yield from names
+
+
 def _documents(data: DataConfig, encoder: Encoder, problems: Problems) -> Iterator[Document]:
     if data.format == "dataset":
-        for name in data.files:
+        for name in _expand(data.files):
             found = tables.dataset(name, data.subset, data.split, data.streaming)
             yield from _table_rows(name, found, encoder, data.form, problems)
         return
