@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import longspan.train.data
 from longspan.config import DataConfig
 from longspan.errors import DataError
 from longspan.integrations.encoding import Encoder
@@ -181,3 +184,14 @@ def test_bad_rows_are_skipped_and_documents_limited(tmp_path: Path) -> None:
     assert "1 skipped, such as" in str(report)
     assert "a.parquet[1]: a row must have" in str(report)
     assert len(documents(read(tmp_path / "a.parquet", "parquet", bad_rows="skip", max_documents=2)[0])) == 2
+
+
+def test_libraries_are_imported_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in Path(longspan.train.data.__file__).parent.glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            assert not isinstance(node, ast.Import | ast.ImportFrom) or not re.search(
+                "datasets|pyarrow", ast.unparse(node)
+            )
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")
+    with pytest.raises(DataError, match=r"needs datasets 4 or newer, found 3\.6\.0"):
+        read(str(tmp_path), "dataset")

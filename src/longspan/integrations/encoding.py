@@ -88,12 +88,11 @@ class Encoder:
                 raise ValueError("the chat template cannot write `content` in parts; write it as one text")
         if self._all:
             return self._ids(whole, special=False), None
-        tokens = self._tokens(whole)
         if _MARK.search(self._tokenizer.get_chat_template(tools=tools)):
-            mask = self._marked(messages, tools)
-            opened = self._turn(messages[:context], tools, whole) if context else 0
-            first = tokens.index(opened)
-            return tokens.ids, [target and position >= first for position, target in enumerate(mask)]
+            ids, mask = self._marked(messages, tools)
+            first = self._tokens(whole).index(self._turn(messages[:context], tools, whole)) if context else 0
+            return ids, [False] * first + mask[first:]
+        tokens = self._tokens(whole)
         mask = [False] * len(tokens.ids)
         for start, end in self._turns(messages, tools, context, whole):
             first, last = tokens.index(start), tokens.index(end)
@@ -131,7 +130,7 @@ class Encoder:
         assert isinstance(text, str)
         return text
 
-    def _marked(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> list[bool]:
+    def _marked(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> tuple[list[int], list[bool]]:
         with _template_at_work():
             found: Any = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -140,7 +139,7 @@ class Encoder:
                 return_assistant_tokens_mask=True,
                 tokenizer_kwargs={"verbose": False},
             )
-        return [bool(target) for target in found["assistant_masks"]]
+        return list(found["input_ids"]), [bool(target) for target in found["assistant_masks"]]
 
     def _ids(self, text: str, special: bool = True) -> list[int]:
         found: Any = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]

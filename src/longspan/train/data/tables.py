@@ -17,6 +17,9 @@ Table = Any
 _BATCH_ROWS = 64
 """Rows read at a time: a row may be a book."""
 
+_DATASETS = 4
+"""The first version of `datasets` that runs no scripts of data sets."""
+
 _FIELDS = frozenset((*FIELDS, *PACKED_FIELDS))
 _IDS = frozenset(("input_ids", "labels", *PACKED_FIELDS))
 _LOADERS = {
@@ -55,6 +58,8 @@ def dataset(name: str, subset: str | None, split: str, streaming: bool) -> Itera
             missing.
     """
     library = _library("datasets", "dataset")
+    if int(library.__version__.split(".")[0]) < _DATASETS:
+        raise DataError(f"data.format dataset needs datasets {_DATASETS} or newer, found {library.__version__}.")
     arrow, own = _library("pyarrow", "dataset").ArrowException, library.exceptions.DatasetsError
     with _reading(name, arrow, own, RuntimeError):  # what it raises at scripts
         found = _open(library, name, subset, split, streaming)
