@@ -1,10 +1,10 @@
 """The settings of a run: their schema, and how they are read from a file and the command line."""
 
+from longspan.config.data import DataConfig, InspectConfig
 from longspan.config.faults import FaultsConfig
-from longspan.config.load import load_config, parse_config
+from longspan.config.load import load_config, load_inspect_config, parse_config
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
 from longspan.config.schema import (
-    DataConfig,
     LoggingConfig,
     MemoryConfig,
     OptimizerConfig,
@@ -19,6 +19,7 @@ __all__ = [
     "AdapterConfig",
     "DataConfig",
     "FaultsConfig",
+    "InspectConfig",
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "ScheduleConfig",
     "Setting",
     "load_config",
+    "load_inspect_config",
     "parse_config",
     "parse_size",
     "settings",

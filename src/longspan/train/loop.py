@@ -42,7 +42,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
     """
     output_dir, pulse = Path(config.output_dir), Pulse()
     with Watchdog(pulse, config.faults.timeout_minutes * 60, output_dir):
-        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
         trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
         wait_longer(config.faults.timeout_minutes * 60)
         if progress is not None:
@@ -71,6 +71,7 @@ def _run_steps(
     recipe = Recipe(
         config.sequence_length,
         packing=config.data.packing,
+        strategy=config.data.packing_strategy,
         shuffle=config.data.shuffle,
         rows=config.micro_batch_size,
         accumulation=config.gradient_accumulation_steps,
