@@ -11,6 +11,7 @@ from longspan.cli.check import check
 from longspan.cli.doctor import doctor
 from longspan.cli.export import export
 from longspan.cli.plan import plan
+from longspan.cli.report import report
 from longspan.cli.train import train
 from longspan.errors import LongspanError
 
@@ -25,6 +26,7 @@ app.command()(train)
 app.command()(check)
 app.command()(plan)
 app.command()(export)
+app.command()(report)
 app.command()(doctor)
 app.add_typer(bench)
 

@@ -1,10 +1,10 @@
 """The settings of a run: their schema, and how they are read from a file and the command line."""
 
 from longspan.config.load import load_config, parse_config
+from longspan.config.logging import LoggingConfig
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
 from longspan.config.schema import (
     DataConfig,
-    LoggingConfig,
     MemoryConfig,
     OptimizerConfig,
     RunConfig,

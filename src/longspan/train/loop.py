@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,9 +28,11 @@ from longspan.plan.keep import Keep, Memory
 from longspan.train.checkpoint import CHECKPOINTS, METRICS, MODEL, clear_output, save_model
 from longspan.train.checkpoints import Checkpoints
 from longspan.train.data import Corpus
-from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_bytes, peak_flops
+from longspan.train.meter import Meter
+from longspan.train.metrics import MetricsFile, Row, model_work
 from longspan.train.packing import Recipe, Step, steps
 from longspan.train.progress import Progress
+from longspan.train.record import Record
 from longspan.train.resume import StopRequest, check_identity, identity, saveable
 from longspan.train.schedule import learning_rate
 from longspan.train.state import read_state, write_state
@@ -46,7 +47,7 @@ class Trainee:
         model: the model itself, for saving.
         module: what the engine made of it, for calling.
         handle: what `longspan.prepare` returned.
-        work: for MFU; None where it is not known.
+        meter: measures the steps of this process.
     """
 
     model: nn.Module
@@ -54,7 +55,7 @@ class Trainee:
     handle: Any
     engine: Engine
     stepping: Stepping
-    work: Work | None
+    meter: Meter
     device: torch.device
 
     @property
@@ -68,7 +69,7 @@ class Trainee:
             self.engine.close()
 
 
-def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None) -> int:
+def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None, data: str = "") -> int:
     """Train as told and return the last step, which is `max_steps` unless SIGTERM came; every process calls this.
 
     After SIGTERM, on whichever process, all finish the step, write a checkpoint and leave.
@@ -76,6 +77,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
     Args:
         device: of this process.
         progress: where to show the run; None on the ranks that do not.
+        data: what became of the documents, in a line.
 
     Raises:
         TrainingError: a loss or gradient that is not finite; no step with one is recorded, or applied unless the
@@ -84,21 +86,20 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
     output_dir = Path(config.output_dir)
     tokenizer = load_tokenizer(config.data.tokenizer)
     trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
+    record = None
     if progress is not None:
         if not config.resume:
             clear_output(output_dir)
-        progress.note(_introduce(config, trainee))
-    with closing(trainee), progress or nullcontext(), StopRequest(saveable(config)) as stop:
-        last = _run_steps(config, corpus, trainee, progress, stop)
+        record = Record(config, progress, trainee.handle, device, _introduce(config, trainee), data)
+    with closing(trainee), record or nullcontext(), StopRequest(saveable(config)) as stop:
+        last = _run_steps(config, corpus, trainee, record, stop)
         if config.save.final and last == config.max_steps:
             model, write = trainee.model, writer(trainee.model, tokenizer, config)
             save_model(model, output_dir / MODEL, write, trainee.engine.whole, trained=is_adapted(model))
     return last
 
 
-def _run_steps(
-    config: RunConfig, corpus: Corpus, trainee: Trainee, progress: Progress | None, stop: StopRequest
-) -> int:
+def _run_steps(config: RunConfig, corpus: Corpus, trainee: Trainee, record: Record | None, stop: StopRequest) -> int:
     """Take all steps that are left, saving as told; return the last one's number."""
     output_dir = Path(config.output_dir)
     file = MetricsFile(output_dir / METRICS)
@@ -112,21 +113,21 @@ def _run_steps(
         seed=config.seed,
     )
     saver = Saver(config, corpus, trainee)
-    number = saver.resume(file, progress) if config.resume else 0
+    number = saver.resume(file, record) if config.resume else 0
     rows = saver.rows
     todo = itertools.islice(steps(corpus, recipe, trainee.mesh.data.rank, rows), config.max_steps - number)
-    for step in todo:
+    for step in trainee.meter.steps(todo):
         number, rows = number + 1, rows + recipe.step_rows
         row, stops = _run_step(trainee, step, number, config, stop)
-        if progress is not None:
+        if record is not None:
             file.write(row)
-            progress.step(row)
+            record.step(row)
         stops = stops and number < config.max_steps
         if stops or (config.save.every is not None and number % config.save.every == 0):
             saver.save(number, rows)
         if stops:
-            if progress is not None:
-                progress.note(f"stopped by SIGTERM after step {number}, which is saved; --resume goes on from it")
+            if record is not None:
+                record.note(f"stopped by SIGTERM after step {number}, which is saved; --resume goes on from it")
             break
     return number
 
@@ -151,14 +152,14 @@ class Saver:
         about = {"rows": rows, "identity": self._identity()}
         self._checkpoints.save(step, about, lambda folder: write_state(folder, *self._state))
 
-    def resume(self, file: MetricsFile, progress: Progress | None) -> int:
+    def resume(self, file: MetricsFile, record: Record | None) -> int:
         """Go on from the last checkpoint that is whole, if there is one; return its step, else 0. Collective.
 
         Raises:
             ConfigError: it is another run's, or past `max_steps`.
             TrainingError: it cannot be read.
         """
-        tell = (lambda text: None) if progress is None else progress.note
+        tell = (lambda text: None) if record is None else record.note
         saved = self._checkpoints.latest(tell)
         if saved is None:
             tell("there is no checkpoint to go on from: beginning")
@@ -171,7 +172,7 @@ class Saver:
         check_identity(saved, self._identity())
         read_state(saved.folder, *self._state)
         self.rows = int(saved.about["rows"])
-        if progress is not None:
+        if record is not None:
             file.go_on(saved.step)
         tell(f"going on after step {saved.step}")
         return saved.step
@@ -206,9 +207,9 @@ def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
     )
     if handle.automatic is not None:
         handle.automatic.expect(config.optimizer.kind, config.optimizer.step_in_backward)
-    work = model_work(model, model.config.get_text_config())
+    meter = Meter(device, handle.mesh, model_work(model, model.config.get_text_config()))
     module = engine.wrap(model, handle)
-    return Trainee(model, module, handle, engine, _stepping(module, engine, config), work, device)
+    return Trainee(model, module, handle, engine, _stepping(module, engine, config), meter, device)
 
 
 def check_memory(model: Any, device: torch.device, quantization: str = "none") -> None:
@@ -238,11 +239,12 @@ def _stepping(module: nn.Module, engine: Engine, config: RunConfig) -> Stepping:
 
 def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig, stop: StopRequest) -> tuple[Row, bool]:
     """Take a step; return its record, and whether some process has been told to stop."""
-    start_s = time.perf_counter()
+    meter = trainee.meter
     lr = learning_rate(number, config)
     trainee.stepping.begin(lr)
     loss = _backward(trainee, step)
-    norm = trainee.stepping.norm()
+    with meter.phase("optimizer"):
+        norm = trainee.stepping.norm()
     loss_value, norm_value = torch.stack(
         [loss.double(), norm.double().to(loss.device)]
     ).tolist()  # the step's host sync
@@ -253,39 +255,27 @@ def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig, stop
             f"Step {number}: loss {loss_value}, gradient norm {norm_value}. The step was {fate}. "
             f"Lower optimizer.lr ({config.optimizer.lr:g}), lengthen schedule.warmup_steps, or look at the data."
         )
-    trainee.stepping.finish()
-    gpu_bytes, host_bytes, stops = peak_bytes(trainee.device, trainee.mesh, stop.came)
-    step_s = time.perf_counter() - start_s
-    peak = peak_flops(trainee.device)
-    mfu = None
-    if peak is not None and trainee.work is not None:
-        mfu = trainee.work.flops(step.documents_tokens) / (peak * trainee.mesh.world.size * step_s)
-    row = Row(
-        step=number,
-        loss=loss_value,
-        grad_norm=norm_value,
-        lr=lr,
-        tokens=step.tokens,
-        tokens_per_s=step.tokens / step_s,
-        mfu=mfu,
-        peak_gpu_bytes=gpu_bytes,
-        peak_host_bytes=host_bytes,
-        step_s=step_s,
-    )
-    return row, stops
+    with meter.phase("optimizer"):
+        trainee.stepping.finish()
+    return meter.row(number, step, loss=loss_value, grad_norm=norm_value, lr=lr, stop=stop.came)
 
 
 def _backward(trainee: Trainee, step: Step) -> Tensor:
     """Run a step's micro-batches forward and backward; return its loss, the same on every rank."""
     loss = torch.zeros((), device=trainee.device)
+    phase = trainee.meter.phase
     for index, batch in enumerate(step.micro_batches, 1):
-        part = trainee.handle.shard(batch, num_items=step.num_items)
-        part = {k: v.to(trainee.device) if isinstance(v, Tensor) else v for k, v in part.items()}
+        with phase("data"):
+            part = trainee.handle.shard(batch, num_items=step.num_items)
+            part = {k: v.to(trainee.device) if isinstance(v, Tensor) else v for k, v in part.items()}
         with trainee.engine.accumulating(last=index == len(step.micro_batches)):
-            out = trainee.module(**part)
-            trainee.engine.backward(out.loss)
+            with phase("forward"):
+                out = trainee.module(**part)
+            with phase("backward"):
+                trainee.engine.backward(out.loss)
         loss += out.loss.detach()
-    trainee.engine.reduce()
+    with phase("reduce"):
+        trainee.engine.reduce()
     return loss
 
 
