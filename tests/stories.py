@@ -19,8 +19,8 @@ def facts(**changes: Any) -> Facts:
     values: dict[str, Any] = {
         "run": "0a1b2c3d",
         "starts": ["2026-11-30T08:00:00+00:00"],
-        "introduction": "llama-8b: 8,030,261,248 parameters, engine fsdp2 on 2 cuda processes, sequence_length 131,072, "
-        "sp 2 = ulysses 2 x ring 1",
+        "introduction": "llama-8b: 8,030,261,248 parameters, engine fsdp2 on 2 cuda processes, sequence_length "
+        "131,072, sp 2 = ulysses 2 x ring 1",
         "data": "1,204 documents, 98,304,000 tokens; 61 cut, 1,344 pieces in all",
         "config": {
             "model": {"name": "llama-8b", "init": "random", "dtype": "float32"},
@@ -76,7 +76,9 @@ def rows(count: int) -> list[dict[str, Any]]:
             "other_s": 0.2,
             "exchange_s": 0.9 + 0.2 * made.random(),
         }
-        row["backward_s"] = step_s - sum(row[f"{name}_s"] for name in ("data", "forward", "reduce", "optimizer", "other"))
+        row["backward_s"] = step_s - sum(
+            row[f"{name}_s"] for name in ("data", "forward", "reduce", "optimizer", "other")
+        )
         found.append(row)
     return found
 

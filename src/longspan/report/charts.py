@@ -99,7 +99,7 @@ def draw(chart: Chart) -> str:
 
 
 def _thinned(chart: Chart) -> tuple[list[int], list[Series]]:
-    """Return at most `_POINTS` points: of each run of steps the first line's lowest and highest, or means of a stack."""
+    """Return at most `_POINTS` points: of each run of steps the first line's extremes, or a stack's means."""
     n = len(chart.steps)
     if n <= _POINTS:
         return list(chart.steps), list(chart.series)

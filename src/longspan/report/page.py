@@ -49,12 +49,8 @@ def _header(story: Story) -> str:
 
 
 def _verdict(story: Story) -> str:
-    end = None if story.facts is None else story.facts.end
-    detail = ""
-    if end is not None and end.kind == "failed":
-        detail = f"<pre>{escape(end.text)}</pre>"
-    elif end is not None and end.kind == "stopped":
-        detail = f"<span>{escape(end.text)}</span>"
+    tag = "pre" if story.kind == "failed" else "span"
+    detail = f"<{tag}>{escape(story.detail)}</{tag}>" if story.detail else ""
     return f'<div class="verdict {story.kind}" role="status"><strong>{escape(story.verdict)}</strong>{detail}</div>\n'
 
 

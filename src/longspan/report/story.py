@@ -73,22 +73,27 @@ class Story:
     @property
     def verdict(self) -> str:
         """How the run ended, and where, in a sentence."""
-        taken = len(self.rows)
         of = "" if self.max_steps is None else f" of {self.max_steps:,}"
-        where = f"step {self.step:,}{of}" if taken else "no step"
+        if not self.rows:
+            return {
+                "ended": "The run had no step left to take.",
+                "unknown": "The run did not end: it left no step.",
+            }.get(self.kind, f"The run {'failed' if self.kind == 'failed' else 'was stopped'} before its first step.")
+        where = f"step {self.step:,}{of}"
+        return {
+            "ended": f"The run ended after {where}.",
+            "stopped": f"The run was stopped after {where}.",
+            "failed": f"The run failed; the last step that was recorded is {where}.",
+        }.get(self.kind, f"The run did not end: the last that was seen of it is {where}.")
+
+    @property
+    def detail(self) -> str:
+        """What more there is to say about the end; empty where all went well."""
         end = None if self.facts is None else self.facts.end
-        if end is None:
-            torn = " The last line of its metrics is torn." if self.torn else ""
-            return f"The run did not end: it was killed, or still runs. The last that was seen of it is {where}.{torn}"
-        if end.kind == "ended":
-            return f"The run ended after {where}."
-        if end.kind == "stopped":
-            return f"The run was stopped after {where}."
-        return (
-            f"The run failed; the last step that was recorded is {where}."
-            if taken
-            else "The run failed before its first step."
-        )
+        if end is not None:
+            return "" if end.kind == "ended" else end.text
+        known = "" if self.facts is None else "It was killed, or still runs. "
+        return f"{known}{'The last line of its metrics is torn.' if self.torn else ''}".strip()
 
     @property
     def step(self) -> int:
@@ -117,7 +122,7 @@ class Story:
 def _row(line: bytes) -> Values | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or _number(found.get("step")) is None:
         return None

@@ -21,13 +21,14 @@ def gib(count_bytes: float) -> str:
 
 
 def short(value: float) -> str:
-    """Write a number with three to four digits that count: 0.0123, 1.235, 12,346."""
+    """Write a number with up to four digits that count: 0.0123, 1.235, 12,346, 2e-05."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if abs(value) < 1e-3 or abs(value) >= 1e9:
-        return f"{value:.2e}"
+        return f"{value:.3g}"
     digits = max(0, 3 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{min(digits, 4)}f}"
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def percent(share: float) -> str:
