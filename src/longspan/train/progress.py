@@ -19,7 +19,7 @@ from longspan.report.words import duration, gib
 from longspan.train.metrics import Row
 
 _BARS = "▁▂▃▄▅▆▇█"
-_LOSSES = 32
+_LOSSES = 20
 
 
 class Progress:
@@ -78,7 +78,7 @@ def describe(row: Row, max_steps: int, left_s: float) -> str:
     if row.mfu is not None:
         parts.append(f"MFU {row.mfu:.1%}")
     if row.exchange_s:
-        parts.append(f"waiting {row.exchange_share:.1%}")
+        parts.append(f"communication {row.exchange_share:.1%}")
     if row.peak_gpu_bytes:
         parts.append(f"GPU {gib(row.peak_gpu_bytes)}")
     return "  ".join([*parts, f"host {gib(row.peak_host_bytes)}", f"left {duration(left_s)}"])
@@ -95,28 +95,27 @@ def panel(row: Row, max_steps: int, left_s: float, losses: Sequence[float]) -> R
         ProgressBar(total=max_steps, completed=row.step),
         f"left {duration(left_s)}",
     )
-    mfu = "–" if row.mfu is None else f"{row.mfu:.1%}"
-    full = "" if row.mfu_full is None else f" ({row.mfu_full:.1%} unmasked)"
-    gpu = gib(row.peak_gpu_bytes) if row.peak_gpu_bytes else "–"
-    body = Table.grid(padding=(0, 2))
-    for _ in range(4):
-        body.add_column(no_wrap=True)
-    for cells in (
-        (
-            "loss",
-            Text.assemble((f"{row.loss:.4f}", "bold"), " ", (sparkline(losses), "cyan")),
-            "tokens/s",
-            f"{row.tokens_per_s:,.0f}",
-        ),
-        ("grad norm", f"{row.grad_norm:.3f}", "MFU", mfu + full),
+    unknown = "–"
+    loss = Text.assemble((f"{row.loss:.4f}", "bold"), " ", (sparkline(losses), "cyan"))
+    full = "" if row.mfu_full is None else f" ({row.mfu_full:.1%} full)"
+    rows: list[tuple[str, str | Text, str, str]] = [
+        ("loss", loss, "tokens/s", f"{row.tokens_per_s:,.0f}"),
+        ("grad norm", f"{row.grad_norm:.3f}", "MFU", unknown if row.mfu is None else f"{row.mfu:.1%}{full}"),
         ("lr", f"{row.lr:.2e}", "step", f"{row.step_s:.2f} s"),
-        ("peak GPU", gpu, "waiting for exchanges", f"{row.exchange_share:.1%}"),
-        ("peak host", gib(row.peak_host_bytes), "forward / backward", f"{row.forward_s:.2f} / {row.backward_s:.2f} s"),
-    ):
-        body.add_row(
-            *(Text(c, style="dim") if i % 2 == 0 else c for i, c in enumerate(cells) if isinstance(c, str | Text))
-        )
+        ("peak GPU", gib(row.peak_gpu_bytes) if row.peak_gpu_bytes else unknown, "fwd / bwd", _pair(row)),
+        ("peak host", gib(row.peak_host_bytes), "communication", f"{row.exchange_share:.1%}"),
+    ]
+    body = Table.grid(padding=(0, 2))
+    for i in range(4):
+        widest = max(len(line[i]) for line in rows)
+        body.add_column(no_wrap=True, style="" if i % 2 else "dim", min_width=None if i % 2 else widest)
+    for line in rows:
+        body.add_row(*line)
     return Panel(Group(head, Text(), body), box=box.ROUNDED, title="longspan", title_align="left", border_style="dim")
+
+
+def _pair(row: Row) -> str:
+    return f"{row.forward_s:.2f} / {row.backward_s:.2f} s"
 
 
 def sparkline(values: Sequence[float]) -> str:
