@@ -145,6 +145,7 @@ def test_an_error_of_several_processes_is_told_once(tmp_path: Path) -> None:
     arguments = ("--optimizer-lr", "1e30", "--max-steps", "5", "--sequence-parallel-size", "2")
     expect_error(started("train", run_file(tmp_path), *arguments), 1, "Step 2: loss", "The step was not applied")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "run.json", "report.html"}
+    assert "The run failed" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_run_on_one_process(tmp_path: Path) -> None:

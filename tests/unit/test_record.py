@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from longspan.cli import launch
 from longspan.config import parse_config
 from longspan.errors import ConfigError, TrainingError
 from longspan.mesh import Mesh
@@ -215,3 +216,26 @@ def test_a_folder_of_that_name_is_not_the_package(tmp_path: Path, monkeypatch: p
 def test_other_loggers_are_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ConfigError, match=r"logging\.to"):
         settings(tmp_path, logging={"to": value})
+
+
+def test_the_first_error_of_several_processes_is_what_the_page_says(tmp_path: Path) -> None:
+    """The first process may only know that another has gone; what an earlier run left is not touched."""
+    config = settings(tmp_path)
+    with pytest.raises(TrainingError), launch._told(config):
+        raise TrainingError("before anything was written")
+    assert not (tmp_path / "out").exists()
+
+    def fails() -> None:
+        try:
+            with record(tmp_path)[0]:
+                raise RuntimeError("Connection closed by peer")
+        except RuntimeError:
+            assert end(tmp_path) == ("failed", "Connection closed by peer")
+            raise TrainingError("Step 2: loss nan") from None
+
+    with pytest.raises(TrainingError), launch._told(config):
+        fails()
+    assert end(tmp_path) == ("failed", "Step 2: loss nan")
+    with pytest.raises(TrainingError), launch._told(config):
+        raise TrainingError("of a later run, before it began")
+    assert end(tmp_path) == ("failed", "Step 2: loss nan")

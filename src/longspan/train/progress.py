@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -98,24 +99,31 @@ def panel(row: Row, max_steps: int, left_s: float, losses: Sequence[float]) -> R
     unknown = "–"
     loss = Text.assemble((f"{row.loss:.4f}", "bold"), " ", (sparkline(losses), "cyan"))
     full = "" if row.mfu_full is None else f" ({row.mfu_full:.1%} full)"
-    rows: list[tuple[str, str | Text, str, str]] = [
-        ("loss", loss, "tokens/s", f"{row.tokens_per_s:,.0f}"),
-        ("grad norm", f"{row.grad_norm:.3f}", "MFU", unknown if row.mfu is None else f"{row.mfu:.1%}{full}"),
-        ("lr", f"{row.lr:.2e}", "step", f"{row.step_s:.2f} s"),
-        ("peak GPU", gib(row.peak_gpu_bytes) if row.peak_gpu_bytes else unknown, "fwd / bwd", _pair(row)),
-        ("peak host", gib(row.peak_host_bytes), "communication", f"{row.exchange_share:.1%}"),
-    ]
-    body = Table.grid(padding=(0, 2))
-    for i in range(4):
-        widest = max(len(line[i]) for line in rows)
-        body.add_column(no_wrap=True, style="" if i % 2 else "dim", min_width=None if i % 2 else widest)
-    for line in rows:
-        body.add_row(*line)
+    left = {
+        "loss": loss,
+        "grad norm": f"{row.grad_norm:.3f}",
+        "lr": f"{row.lr:.2e}",
+        "peak GPU": gib(row.peak_gpu_bytes) if row.peak_gpu_bytes else unknown,
+        "peak host": gib(row.peak_host_bytes),
+    }
+    right = {
+        "tokens/s": f"{row.tokens_per_s:,.0f}",
+        "MFU": unknown if row.mfu is None else f"{row.mfu:.1%}{full}",
+        "step": f"{row.step_s:.2f} s",
+        "fwd / bwd": f"{row.forward_s:.2f} / {row.backward_s:.2f} s",
+        "communication": f"{row.exchange_share:.1%}",
+    }
+    body = Columns([_pairs(left), _pairs(right)], padding=(0, 3))  # below each other where they are too wide
     return Panel(Group(head, Text(), body), box=box.ROUNDED, title="longspan", title_align="left", border_style="dim")
 
 
-def _pair(row: Row) -> str:
-    return f"{row.forward_s:.2f} / {row.backward_s:.2f} s"
+def _pairs(values: Mapping[str, str | Text]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(no_wrap=True)
+    for name, value in values.items():
+        table.add_row(name, value)
+    return table
 
 
 def sparkline(values: Sequence[float]) -> str:
