@@ -16,7 +16,7 @@ from longspan.errors import ConfigError
 from longspan.report import PlanFacts, conclude, end_of, read_facts, write, write_report
 from longspan.report.charts import Chart, Series, draw
 from longspan.report.facts import Device, Place
-from longspan.report.figures import PHASES, comparisons, figures, unplanned
+from longspan.report.figures import PHASES, charts, comparisons, figures, unplanned
 from longspan.report.story import Story
 from longspan.report.words import duration, short
 from longspan.train.metrics import PHASES as MEASURED
@@ -193,9 +193,17 @@ def test_key_figures(tmp_path: Path) -> None:
         for s, v in ((1, 1.0), (2, 5.0), (3, 7.0))
     ]
     shown = {f.name: (f.value, f.note) for f in figures(story(stories.leave(tmp_path, None, steps)))}
-    assert shown["Loss"] == ("0", "from 2") and shown["Tokens"] == ("30", "in 3 steps")
+    assert shown["Loss"] == ("0", "from 2") and shown["Tokens"] == ("30", "3 steps in 6s")
     assert shown["Tokens per second"][0] == "6" and shown["Waiting for exchanges"][0] == "25.0 %"
     assert "MFU" not in shown and "GPU memory" not in shown
+
+
+def test_a_long_loss_is_smoothed_around_each_step(tmp_path: Path) -> None:
+    steps = [{"step": s, "loss": float(s % 2) + (s == 40) * 3} for s in range(1, 91)]
+    loss, mean = charts(story(stories.leave(tmp_path, None, steps)))[0].series
+    assert mean.name == "mean of 3 steps" and loss.values[39] == 3.0
+    assert mean.values[38:41] == [(0 + 1 + 3) / 3, (1 + 3 + 1) / 3, (3 + 1 + 0) / 3] and mean.values[0] == 0.5
+    assert len(charts(story(stories.leave(tmp_path, None, steps[:59])))[0].series) == 1
 
 
 def test_the_page_knows_every_phase_that_is_measured() -> None:

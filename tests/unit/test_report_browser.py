@@ -89,7 +89,7 @@ def test_a_complete_run_in_a_browser(tmp_path: Path) -> None:
     check(found, consoles, charts=8)
     for page in found.values():
         assert page["verdict"] == "The run ended after step 200 of 200."
-        assert re.fullmatch(r"step 10[01]\nloss  [\d.]+\nmean of 6 steps  [\d.]+", page["tip"])
+        assert re.fullmatch(r"step 10[01]\nloss  [\d.]+\nmean of 7 steps  [\d.]+", page["tip"])
     chromium(tmp_path, "--window-size=1280,1000", f"--screenshot={tmp_path / 'page.png'}", path.as_uri())
     with Image.open(tmp_path / "page.png") as image:
         assert image.size == (1280, 1000)

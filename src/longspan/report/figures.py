@@ -53,10 +53,13 @@ def figures(story: Story) -> list[Figure]:
         _waiting(story),
         Figure("GPU memory", gib(gpu), "peak of the fullest GPU") if gpu else None,
         Figure("Host memory", gib(host), "peak of the largest process") if host else None,
-        Figure("Tokens", f"{sum(story.known('tokens')):,.0f}", f"in {len(story.rows):,} steps"),
-        Figure("Time", duration(sum(story.known("step_s"))), "in steps"),
+        Figure("Tokens", f"{sum(story.known('tokens')):,.0f}", f"{len(story.rows):,} steps in {_time(story)}"),
     ]
     return [figure for figure in found if figure is not None]
+
+
+def _time(story: Story) -> str:
+    return duration(sum(story.known("step_s")))
 
 
 def _median(story: Story, name: str, column: str, show: Callable[[float], str], note: str) -> Figure | None:
@@ -98,14 +101,15 @@ def _loss(story: Story) -> list[Series]:
     values = story.column("loss")
     if len(values) < _SMOOTHED_STEPS:
         return [Series("loss", values, "a")]
-    width = len(values) // 30
+    width = len(values) // 30 | 1
     return [Series("loss", values, "faint f"), Series(f"mean of {width} steps", _smoothed(values, width), "a")]
 
 
 def _smoothed(values: Sequence[float | None], width: int) -> list[float | None]:
+    """Return the mean around each value; a mean of those before it would lag behind a curve that falls."""
     means: list[float | None] = []
     for i in range(len(values)):
-        known = [value for value in values[max(0, i - width + 1) : i + 1] if value is not None]
+        known = [value for value in values[max(0, i - width // 2) : i + width // 2 + 1] if value is not None]
         means.append(sum(known) / len(known) if known else None)
     return means
 
