@@ -286,3 +286,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(SystemExit) as exit:
             main(["report", str(tmp_path / name)])
         assert exit.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_nothing_in_a_chart_becomes_code(stacked: bool) -> None:
+    lines = [Series(BAD, [1.0, 2.0], "a"), Series(BAD, [2.0, 3.0], "b")]
+    for series in (lines, lines[:1]):
+        page = Page(draw(Chart(BAD, [1, 2], series, unit=BAD, note=BAD, stacked=stacked)))
+        assert set(page.tags) <= {"figure", "figcaption", "h3", "p", "ul", "li", "i", "div", "svg", "path", "span"}
+        assert not [name for name, _ in page.attributes if name.startswith("on")]
