@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from longspan.integrations.planning import task_for
 from longspan.integrations.shapes import model_shape
 from longspan.plan.keep import Budget, Keep
-from longspan.plan.machine import GIB, MACHINES, Cluster, find_machine
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import OPTIMIZERS, Setup
@@ -208,7 +209,7 @@ def test_choices_repeat() -> None:
 @pytest.mark.parametrize(("gpus", "longest"), [(1, 500_000), (8, 3_700_000), (32, 15_000_000)])
 def test_lengths_of_8b_on_h100_nodes(gpus: int, longest: int) -> None:
     """80 GB per GPU, 1.9 TB of host memory per node."""
-    nodes = cluster(gpus, MACHINES["h100-80g"].memory_bytes / GIB, 1.9e12 / GIB, "h100")
+    nodes = cluster(gpus, find_machine("h100-80g").memory_bytes / GIB, 1.9e12 / GIB, "h100")
     assert task_for(llama8b(), nodes, "fsdp2", "auto").longest() >= longest
 
 

@@ -15,7 +15,7 @@ from longspan.integrations.shapes import model_shape
 from longspan.plan.decide import Task
 from longspan.plan.degrees import choose_degrees
 from longspan.plan.keep import Keep, Memory
-from longspan.plan.machine import find_machine
+from longspan.plan.library import find_machine, machine_of
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
@@ -78,7 +78,9 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
 
 
 def _task(config: Any, work: Work, host: Host) -> Task:
-    machine = find_machine("cpu" if host.gpu is None else host.gpu.split()[-1])
+    machine = find_machine("cpu") if host.gpu is None else machine_of(host.gpu)
+    if machine is None:
+        raise ConfigError(f"There are no figures for {host.gpu}: `longspan plan --calibrate` measures them.")
     cluster = cluster_for(machine, host.gpus, host.gpus, host.gpu_bytes, host.host_bytes)
     task = task_for(model_shape(config), cluster, work.chosen_engine, work.optimizer)
     if (work.ulysses, work.ring) != (None, None):

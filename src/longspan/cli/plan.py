@@ -76,7 +76,8 @@ def run(flags: Flags) -> Any:
     from longspan.integrations.planning import cluster_for, task_for  # transformers loads here, so --help is quick
     from longspan.integrations.shapes import model_shape
     from longspan.plan.decide import make_plan
-    from longspan.plan.machine import parse_bytes, parse_gpus
+    from longspan.plan.library import parse_gpus
+    from longspan.plan.machine import parse_bytes
 
     try:
         tokens = None if flags.seq_len is None else parse_size(flags.seq_len)

@@ -8,7 +8,8 @@ from longspan.errors import ConfigError
 from longspan.integrations.shapes import model_shape
 from longspan.plan.decide import Task, make_plan
 from longspan.plan.degrees import choose_degrees
-from longspan.plan.machine import GIB, Cluster, Machine, find_machine
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, Cluster, Machine
 from longspan.plan.plan import Plan
 from longspan.plan.setup import ENGINES, OPTIMIZERS, Optimizer, find_optimizer
 from longspan.plan.shapes import ModelShape
@@ -36,7 +37,7 @@ def plan(
         gpu_memory_gib: total memory of a GPU.
         host_memory_gib: memory of a node.
         engine: who holds parameters: fsdp2, ddp, single, or zero-0 to zero-3 (DeepSpeed, bfloat16 on float32 masters).
-        gpu: kind of GPU, whose rates are used; see `longspan.plan.machine.MACHINES`.
+        gpu: kind of GPU, whose rates are used: a name in `longspan.plan.library.machines()`.
         optimizer: adamw (fp32), adamw-host (the same, in host memory), adamw8bit, adamw-bf16-sr; auto takes adamw, or
             adamw-host where it does not fit. The zero engines serve adamw alone.
 
