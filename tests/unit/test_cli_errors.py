@@ -153,6 +153,8 @@ def test_a_run_on_one_process(tmp_path: Path) -> None:
     assert code == 0, err
     assert out.splitlines()[-1] == f"output_dir: {tmp_path / 'out'}"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "run.json", "report.html"}
+    facts = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert facts["data"].startswith("1 documents") and facts["end"]["kind"] == "ended"
     code, out, err = longspan("train", run_file(tmp_path), "--overwrite", "--json")
     assert code == 0, err
     assert json.loads(out) == {"output_dir": str(tmp_path / "out"), "steps": 2}

@@ -121,6 +121,16 @@ def test_a_run_that_goes_on_keeps_its_name_and_its_first_start(tmp_path: Path) -
     assert anew is not None and anew.run != before.run and len(anew.starts) == 1
 
 
+def test_a_broken_account_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_bytes(b"\0" * 100)
+    kept, told = record(tmp_path, resume=True)
+    with kept:
+        kept.step(row(3))
+    assert "run.json cannot be read" in told.getvalue() and "It is written anew." in told.getvalue()
+    assert end(tmp_path)[0] == "ended"
+
+
 def test_a_folder_with_nothing_but_an_account_is_empty_enough(tmp_path: Path) -> None:
     with record(tmp_path)[0]:
         pass

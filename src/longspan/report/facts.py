@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, TrainingError
 
 RUN = "run.json"
 REPORT = "report.html"
@@ -84,7 +84,11 @@ class Facts(BaseModel):
 
 
 def write_facts(folder: Path, facts: Facts) -> None:
-    """Write run.json, whole or not at all."""
+    """Write run.json, whole or not at all.
+
+    Raises:
+        TrainingError: the disk refused.
+    """
     write_whole(folder / RUN, facts.model_dump_json(indent=1) + "\n")
 
 
@@ -105,8 +109,15 @@ def read_facts(folder: Path) -> Facts | None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file so that a reader never sees half of it.
+
+    Raises:
+        TrainingError: the disk refused; what was there before is as it was.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        partial.replace(path)
+    except OSError as error:
+        raise TrainingError(f"Cannot write {path}: {error}.") from error

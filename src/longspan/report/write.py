@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, LongspanError
 from longspan.report.facts import REPORT, RUN, End, Facts, read_facts, write_facts, write_whole
 from longspan.report.page import page
 from longspan.report.story import METRICS, Story
@@ -16,6 +16,7 @@ def write_report(folder: Path) -> tuple[Path, str]:
 
     Raises:
         ConfigError: the folder is not a run's.
+        TrainingError: the page cannot be written.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: name the output_dir of a run.")
@@ -35,8 +36,8 @@ def conclude(folder: Path, facts: Facts, end: End) -> str:
     try:
         write_facts(folder, facts)
         path, _ = write_report(folder)
-    except (OSError, ConfigError) as error:
-        return f"{folder / REPORT} cannot be written: {error}"
+    except LongspanError as error:
+        return f"There is no {REPORT}: {error}"
     return f"report: {path}"
 
 

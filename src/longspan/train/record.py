@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from longspan.config import RunConfig
+from longspan.errors import ConfigError
 from longspan.plan.plan import Plan
 from longspan.report import Facts, PlanFacts, conclude, end_of, read_facts, write_facts
 from longspan.report.facts import Device, Place
@@ -25,7 +26,7 @@ from longspan.train.metrics import Row
 from longspan.train.progress import Progress
 
 PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors")
-EXTRAS = ("accelerate", "peft", "deepspeed", "torchao")
+EXTRAS = ("accelerate", "peft", "deepspeed", "torchao", "tensorboard", "wandb", "trackio")
 
 
 class Record:
@@ -42,7 +43,7 @@ class Record:
     ) -> None:
         self._config, self._progress, self._handle = config, progress, handle
         self._folder = Path(config.output_dir)
-        before = read_facts(self._folder) if config.resume else None
+        before = self._before() if config.resume else None
         self._names, remark = chosen(config.logging)
         self._loggers: list[Logger] = []
         self._plans = 0
@@ -90,6 +91,14 @@ class Record:
         for logger in self._loggers:
             logger.log(row.step, scalars(row))
         self._note_plan()
+
+    def _before(self) -> Facts | None:
+        """Return what an earlier start has left; a file that cannot be read must not keep a run from going on."""
+        try:
+            return read_facts(self._folder)
+        except ConfigError as error:
+            self._progress.note(f"{error} It is written anew.")
+            return None
 
     def _note_plan(self) -> None:
         """Write down the plan for the most demanding rows so far, where there is a new one."""
