@@ -41,7 +41,7 @@ def test_memory_of_a_step_is_its_own() -> None:
     for number, step in enumerate(meter.steps(Step([], 1, 10, [10]) for _ in range(2)), 1):
         with meter.phase("forward"):
             torch.empty((2 - number) * 2**28 + 2**20, dtype=torch.uint8, device=device).fill_(1)
-        rows.append(meter.row(number, step, loss=1.0, grad_norm=1.0, lr=1.0, stop=False)[0])
+        rows.append(meter.row(number, step, loss=1.0, grad_norm=1.0, lr=1.0)[0])
     first, second = rows
     assert first.gpu_bytes - second.gpu_bytes == 2**28
     assert second.peak_gpu_bytes == first.peak_gpu_bytes == first.gpu_bytes

@@ -150,8 +150,8 @@ def test_work_of_other_kinds_of_layers_is_not_guessed() -> None:
 def test_on_a_cpu_there_is_no_peak_and_no_gpu_memory() -> None:
     cpu = torch.device("cpu")
     assert peak_flops(cpu) is None
-    now, peak, stops = largest_memory(cpu, Mesh())
-    assert not stops and largest_memory(cpu, Mesh(), stop=True)[2]
+    now, peak, flags = largest_memory(cpu, Mesh(), True, False)
+    assert flags == (True, False) and largest_memory(cpu, Mesh())[2] == ()
     assert now.gpu_bytes == peak.gpu_bytes == 0
     assert peak.host_bytes >= now.host_bytes > 50 * 2**20
     assert Memory(1, 4).or_larger(Memory(2, 3)) == Memory(2, 4)
@@ -229,7 +229,7 @@ def test_a_step_is_measured_from_its_data_to_its_optimizer(monkeypatch: pytest.M
             wait(3.0)
             yield Step([], 1, 100, [60, 40])
 
-    memory = iter([(Memory(5, 6), Memory(5, 9), False), (Memory(4, 7), Memory(4, 9), True)])
+    memory = iter([(Memory(5, 6), Memory(5, 9), (False,)), (Memory(4, 7), Memory(4, 9), (True,))])
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(meter_module, "largest_memory", lambda *rest: next(memory))
     monkeypatch.setattr(meter_module, "peak_flops", lambda device: 1e3)
@@ -240,10 +240,10 @@ def test_a_step_is_measured_from_its_data_to_its_optimizer(monkeypatch: pytest.M
             with meter.phase(name):  # pyright: ignore[reportArgumentType]
                 wait(seconds)
         wait(0.5)
-        rows.append(meter.row(number, step, loss=2.0, grad_norm=1.0, lr=0.1, stop=False))
+        rows.append(meter.row(number, step, False, loss=2.0, grad_norm=1.0, lr=0.1))
         wait(50.0)  # a checkpoint is no part of a step
-    (first, stops), (second, stops_then) = rows
-    assert (stops, stops_then) == (False, True)
+    (first, flags), (second, flags_then) = rows
+    assert (flags, flags_then) == ((False,), (True,))
     assert [getattr(first, f"{phase}_s") for phase in PHASES] == [4.0, 4.0, 4.0, 0.0, 1.5, 0.5]
     assert (first.step_s, second.step_s, first.tokens_per_s) == (14.0, 14.0, 100 / 14.0)
     assert (second.gpu_bytes, second.peak_gpu_bytes, second.host_bytes, second.peak_host_bytes) == (4, 5, 7, 9)

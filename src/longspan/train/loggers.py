@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,10 +144,10 @@ def open_loggers(names: Sequence[str], about: About) -> list[Logger]:
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Return what loggers get of a step: all that is known of it, in groups."""
+    """Return what loggers get of a step: all that is known of it and finite, in groups."""
     values = {**asdict(row), "exchange_share": row.exchange_share}
     flat = {f"{group}/{name}": values[name] for group, names in _NAMES.items() for name in names}
-    return {name: value for name, value in flat.items() if value is not None}
+    return {name: value for name, value in flat.items() if value is not None and math.isfinite(value)}
 
 
 def _installed(package: str) -> bool:

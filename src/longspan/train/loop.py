@@ -257,7 +257,8 @@ def _run_step(trainee: Trainee, step: Step, number: int, config: RunConfig, stop
         )
     with meter.phase("optimizer"):
         trainee.stepping.finish()
-    return meter.row(number, step, loss=loss_value, grad_norm=norm_value, lr=lr, stop=stop.came)
+    row, (stops,) = meter.row(number, step, stop.came, loss=loss_value, grad_norm=norm_value, lr=lr)
+    return row, stops
 
 
 def _backward(trainee: Trainee, step: Step) -> Tensor:

@@ -57,12 +57,14 @@ class Meter:
         """Count what is done inside as a phase of the step."""
         return self._phases.span(name)
 
-    def row(self, number: int, step: Step, *, loss: float, grad_norm: float, lr: float, stop: bool) -> tuple[Row, bool]:
-        """Return the record of a step that has ended, and whether some process has been told to stop.
+    def row(
+        self, number: int, step: Step, *flags: bool, loss: float, grad_norm: float, lr: float
+    ) -> tuple[Row, tuple[bool, ...]]:
+        """Return the record of a step that has ended, and of each flag whether some process has set it.
 
         Cost: one all-reduce of a few numbers.
         """
-        memory, peak, stops = largest_memory(self._device, self._mesh, stop)
+        memory, peak, agreed = largest_memory(self._device, self._mesh, *flags)
         self._peak = self._peak.or_larger(peak)
         step_s = time.perf_counter() - self._start_s
         phases, waits = self._phases.take(), self._waits.take()
@@ -84,7 +86,7 @@ class Meter:
             other_s=max(0.0, step_s - sum(phases.values())),
             exchange_s=waits.get(EXCHANGE, 0.0),
         )
-        return row, stops
+        return row, agreed
 
     def _mfu(self, step: Step, step_s: float, masked: bool) -> float | None:
         peak = peak_flops(self._device)
