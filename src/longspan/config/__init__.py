@@ -1,5 +1,6 @@
 """The settings of a run: their schema, and how they are read from a file and the command line."""
 
+from longspan.config.faults import FaultsConfig
 from longspan.config.load import load_config, parse_config
 from longspan.config.logging import LoggingConfig
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
@@ -17,6 +18,7 @@ from longspan.config.settings import Setting, settings
 __all__ = [
     "AdapterConfig",
     "DataConfig",
+    "FaultsConfig",
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",

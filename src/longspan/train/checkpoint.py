@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.engines import protocol
 from longspan.errors import ConfigError, TrainingError
 from longspan.once import is_first
 from longspan.report.facts import REPORT, RUN
+from longspan.train.agreement import Agreement
 from longspan.train.loggers import TENSORBOARD
 
 METRICS = "metrics.jsonl"
@@ -114,11 +114,9 @@ def save_model(
         write: writes a state to a folder in the format that readers expect.
 
     Raises:
-        TrainingError: the disk refused, on rank 0; the others hear of it when rank 0 stops.
+        TrainingError: the disk refused, on rank 0; all raise.
     """
     first = is_first()
     state = full_state(model, first, whole, trained=trained)
-    if first:
-        write_folder(folder, lambda partial: write(partial, state))
-    if dist.is_initialized():
-        dist.barrier()
+    agree = Agreement("save the model", "Checkpoints are as they were.")
+    agree(lambda: write_folder(folder, lambda partial: write(partial, state)) if first else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from collections import Counter
@@ -42,6 +43,7 @@ class Row:
             Gradients that the engine reduces inside backward count there.
         exchange_s: inside forward and backward of the first process, how long compute waited for what other ranks of
             its sequence send.
+        skipped: the loss or the norm was not finite, and the step has been left out.
     """
 
     step: int
@@ -64,6 +66,7 @@ class Row:
     optimizer_s: float
     other_s: float
     exchange_s: float
+    skipped: bool = False
 
     @property
     def exchange_share(self) -> float:
@@ -95,10 +98,15 @@ class MetricsFile:
         self._started = True
 
     def write(self, row: Row) -> None:
-        """Write one row, whole, so that a reader never sees half of it."""
+        """Write one row, so that a reader never sees half of it; of a skipped step, what is not finite is null."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a" if self._started else "w", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(row), allow_nan=False) + "\n")
+            plain = asdict(row)
+            if row.skipped:
+                plain |= {name: None for name in ("loss", "grad_norm") if not math.isfinite(plain[name])}
+            else:
+                del plain["skipped"]
+            file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._started = True
 
 
