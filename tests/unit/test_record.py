@@ -131,6 +131,15 @@ def test_a_broken_account_does_not_keep_a_run_from_going_on(tmp_path: Path) -> N
     assert end(tmp_path)[0] == "ended"
 
 
+def test_a_disk_that_refuses_the_account_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "out" / ".run.json.partial").mkdir(parents=True)  # stands in the way
+    kept, told = record(tmp_path)
+    with kept:
+        kept.step(row(3))
+    assert told.getvalue().count(f"Cannot write {tmp_path / 'out' / 'run.json'}") == 2
+    assert "There is no report.html: " in told.getvalue() and "step 3/3" in told.getvalue()
+
+
 def test_a_folder_with_nothing_but_an_account_is_empty_enough(tmp_path: Path) -> None:
     with record(tmp_path)[0]:
         pass

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from longspan.config import RunConfig
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, TrainingError
 from longspan.plan.plan import Plan
 from longspan.report import Facts, PlanFacts, conclude, end_of, read_facts, write_facts
 from longspan.report.facts import Device, Place
@@ -64,7 +64,7 @@ class Record:
             self.note(remark)
 
     def __enter__(self) -> Self:
-        write_facts(self._folder, self._facts)
+        self._write()
         self._progress.__enter__()
         return self
 
@@ -109,7 +109,14 @@ class Record:
         self._plans = len(plans)
         most = max(plans.values(), key=lambda plan: (sum(plan.gpu_bytes.values()), plan.seq_len or 0))
         self._facts.plan = PlanFacts.model_validate(most.to_json())
-        write_facts(self._folder, self._facts)
+        self._write()
+
+    def _write(self) -> None:
+        """Write down what is known; a disk that refuses is told of, and takes nothing from the run."""
+        try:
+            write_facts(self._folder, self._facts)
+        except TrainingError as error:
+            self.note(str(error))
 
 
 def versions() -> dict[str, str | None]:
