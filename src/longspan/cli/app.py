@@ -9,6 +9,7 @@ import typer
 from longspan.cli.bench import bench
 from longspan.cli.check import check
 from longspan.cli.doctor import doctor
+from longspan.cli.evaluate import evaluation
 from longspan.cli.export import export
 from longspan.cli.plan import plan
 from longspan.cli.train import train
@@ -27,6 +28,7 @@ app.command()(plan)
 app.command()(export)
 app.command()(doctor)
 app.add_typer(bench)
+app.add_typer(evaluation)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """The settings of a run: their schema, and how they are read from a file and the command line."""
 
-from longspan.config.load import load_config, parse_config
+from longspan.config.load import expand_placeholders, load_config, parse_config
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
 from longspan.config.schema import (
     DataConfig,
@@ -26,6 +26,7 @@ __all__ = [
     "SaveConfig",
     "ScheduleConfig",
     "Setting",
+    "expand_placeholders",
     "load_config",
     "parse_config",
     "parse_size",
