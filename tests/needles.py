@@ -41,7 +41,7 @@ def prompts(made: Any = None, **changes: Any) -> Prompts:
 
 
 def small_model(seed: int = 74, **changes: Any) -> LlamaForCausalLM:
-    """Build a model that knows the tokenizer's symbols; in float64 it finds 2 of 24 needles with the seed 74, by chance."""
+    """Build a model that knows the tokenizer's symbols; in float64, seed 74 finds 2 of 24 needles by chance."""
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"vocab_size": len(SYMBOLS) + 1, "num_hidden_layers": 2, "max_position_embeddings": 128, "head_dim": 8}

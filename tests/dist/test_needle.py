@@ -1,4 +1,4 @@
-"""Needles scored by divided forward passes against the unprepared model on one process: its logits, and its decoding."""
+"""Needles scored by divided forward passes against the plain model on one process: its logits, and its decoding."""
 
 from __future__ import annotations
 

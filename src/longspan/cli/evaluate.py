@@ -243,9 +243,10 @@ def show(result: dict[str, Any]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if result["haystack"]["repeated"]:
         print(f"the haystack has {result['haystack']['tokens']:,} tokens and was begun again for longer rows")
+    degrees = f"ulysses {result['ulysses_degree']} x ring {result['ring_degree']}"
     print(
-        f"{result['model']}: {result['score']:.1%} found; {result['dtype']} on {result['device']}, {result['processes']} processes, "
-        f"ulysses {result['ulysses_degree']} x ring {result['ring_degree']}, kernel {result['kernel']}"
+        f"{result['model']}: {result['score']:.1%} found; {result['dtype']} on {result['device']}, "
+        f"{result['processes']} processes, {degrees}, kernel {result['kernel']}"
     )
 
 

@@ -54,6 +54,8 @@ class Asked:
     def __post_init__(self) -> None:
         if self.dtype not in (None, *_DTYPES):
             raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}.")
+        if self.tile_tokens < 1:
+            raise ConfigError(f"tile_tokens must be at least 1, got {self.tile_tokens}.")
         if self.engine not in ("single", "fsdp2"):
             raise ConfigError(f"engine must be single or fsdp2, got {self.engine!r}.")
 
