@@ -57,7 +57,7 @@ class Flags:
         list[str] | None,
         _option(
             "Files or patterns (* ? **) of UTF-8 text, may be repeated; begun again where they are too short. "
-            "(default: ${stdlib}/[a-z]*.py, Python's standard library)",
+            "(default: Python's standard library; ${stdlib} stands for its folder)",
             "FILES",
         ),
     ] = None
