@@ -56,6 +56,7 @@ def test_rows_have_exactly_the_asked_length_and_depth(length: int) -> None:
         assert row.before + row.after == length - len(needle) - len(ending)
         assert abs(row.depth - row.asked) <= 2.1
         assert row.asked not in (0, 100) or row.depth == row.asked
+        assert (row.cut == "end") == (row.asked in (0, 100))
         assert made.tokenizer.decode(row.answer) == f" {row.value}"
         assert len(row.value) == 7
 
@@ -93,6 +94,21 @@ def test_borders_of_tokens_that_hold_several_symbols() -> None:
     assert (haystack.lines.tolist(), starts) == ([0, 4, 10], ["def", "return", "def"])
     assert [made.decode([haystack.ids[place]]) for place in haystack.sentences] == [" Then"]
     assert haystack.whole.tolist() == list(range(len(haystack)))
+
+
+def test_a_line_whose_first_character_is_parted_is_no_border() -> None:
+    """The newline shares a token with the first of two bytes of the character after it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = {k: v for k, v in byte_tokenizer().get_vocab().items() if v < 256}
+    core = Tokenizer(models.BPE(vocab={**symbols, "\u010a\u00c3": 256}, merges=[("\u010a", "\u00c3")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    haystack = Haystack.of(["ab\n\u00e9c\nd"], PreTrainedTokenizerFast(tokenizer_object=core), 1)
+    assert haystack.ids.tolist() == [97, 98, 256, 0xA9, 99, 10, 100]
+    assert haystack.lines.tolist() == [0, 6]
+    assert haystack.whole.tolist() == [0, 1, 2, 4, 5, 6]
 
 
 def test_short_haystacks_go_round() -> None:

@@ -171,7 +171,7 @@ def run(flags: Flags) -> dict[str, Any] | None:
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if not flags.no_plot:
-        draw_heatmap(f"Needle in a haystack: {Path(result['model']).name}", result["cells"], flags.out / PICTURE)
+        draw_heatmap(f"Needle in a haystack: {result['model']}", result["cells"], flags.out / PICTURE)
     return result
 
 

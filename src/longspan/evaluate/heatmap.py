@@ -37,7 +37,8 @@ def draw_heatmap(title: str, cells: Sequence[Mapping[str, Any]], path: Path) -> 
     image = axes.imshow(scores, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
     for row, line in enumerate(scores):
         for column, score in enumerate(line):
-            axes.text(column, row, f"{score:.0%}", ha="center", va="center", color="black")
+            color = "black" if 0.15 < score < 0.85 else "white"  # on the dark ends of the scale
+            axes.text(column, row, f"{score:.0%}", ha="center", va="center", color=color)
     axes.set_xticks(range(len(lengths)), [short(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
     axes.set_xlabel("length in tokens")
