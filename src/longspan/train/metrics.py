@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,8 @@ from torch import nn
 from longspan.integrations.multimodal import sight_of
 from longspan.integrations.shapes import attention_sizes, expert_counts, layer_window
 from longspan.mesh import Mesh
+from longspan.plan.library import machine_of
 from longspan.stream.quantized import packed_size
-
-# Dense bf16 FLOP/s without sparsity, from the vendors' data sheets; SXM boards where there are several.
-_PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}
-_PEAK_FLOPS |= {"B200": 2250e12, "B100": 1750e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 @dataclass(frozen=True)
@@ -147,12 +145,11 @@ def model_work(model: nn.Module, config: Any) -> Work | None:
     return Work(parameters, widths[None], frozen, windows)
 
 
+@lru_cache
 def peak_flops(device: torch.device) -> float | None:
-    """Return what a GPU can do in bf16, per second; None for a CPU or a GPU that is not in the table."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+    """Return what a GPU can do in bf16, per second; None for a CPU or a GPU that plans do not know."""
+    machine = machine_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if machine is None else machine.peak_tflops * 1e12
 
 
 def peak_bytes(device: torch.device, mesh: Mesh, stop: bool = False) -> tuple[int, int, bool]:
