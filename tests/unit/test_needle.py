@@ -123,6 +123,19 @@ def test_short_haystacks_go_round() -> None:
     assert Haystack.of(["ab cd.\n", "ef.\n"], made, 5).files == 1
 
 
+def test_tokenizers_that_do_not_tell_where_their_tokens_stand() -> None:
+    class Slow:
+        is_fast = False
+        known = tokenizer()
+
+        def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> Any:
+            return {"input_ids": self.known(text, add_special_tokens=add_special_tokens, verbose=verbose)["input_ids"]}
+
+    made = prompts(Slow(), lengths=(200,))
+    assert {row.cut for row in made.rows()} == {"token", "end"}
+    assert all(len(made.ids(row)) == 200 and abs(row.depth - row.asked) < 1 for row in made.rows())
+
+
 def test_the_same_seed_makes_the_same_rows() -> None:
     def ids(**changes: Any) -> list[list[int]]:
         made = prompts(**changes)
