@@ -69,6 +69,18 @@ def test_a_number_that_json_lacks_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists() or not (tmp_path / "m").read_text()
 
 
+def test_a_skipped_step_says_so(tmp_path: Path) -> None:
+    MetricsFile(tmp_path / "m").write(row(loss=math.nan, skipped=True))
+    found = json.loads((tmp_path / "m").read_text())
+    assert found["loss"] is None and found["skipped"] is True and found["grad_norm"] == row().grad_norm
+    stream = io.StringIO()
+    progress = Progress(stream, max_steps=9, every=5)
+    progress.step(row(2, loss=math.nan, skipped=True))
+    progress.step(row(3, loss=math.inf, skipped=True))
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("step 2 is skipped: loss nan") and lines[1].endswith("(2 skipped)")
+
+
 def build(config: PretrainedConfig) -> Work | None:
     return model_work(AutoModelForCausalLM.from_config(config), config)
 
@@ -141,8 +153,8 @@ def test_work_of_other_kinds_of_layers_is_not_guessed() -> None:
 def test_on_a_cpu_there_is_no_peak_and_no_gpu_memory() -> None:
     cpu = torch.device("cpu")
     assert peak_flops(cpu) is None
-    gpu_bytes, host_bytes, stops = peak_bytes(cpu, Mesh())
-    assert not stops and peak_bytes(cpu, Mesh(), stop=True)[2]
+    gpu_bytes, host_bytes, stops = peak_bytes(cpu, Mesh(), False)
+    assert not stops and peak_bytes(cpu, Mesh(), False, True)[2:] == (0, 1)
     assert gpu_bytes == 0
     assert host_bytes > 50 * 2**20
 

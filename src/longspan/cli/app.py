@@ -8,6 +8,7 @@ import typer
 
 from longspan.cli.bench import bench
 from longspan.cli.check import check
+from longspan.cli.data import data
 from longspan.cli.doctor import doctor
 from longspan.cli.evaluate import evaluation
 from longspan.cli.export import export
@@ -29,6 +30,7 @@ app.command()(export)
 app.command()(doctor)
 app.add_typer(bench)
 app.add_typer(evaluation)
+app.add_typer(data)
 
 
 def main(arguments: list[str] | None = None) -> None:

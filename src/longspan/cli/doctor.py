@@ -14,7 +14,7 @@ from longspan.cli.allocator import EXPANDABLE, allocator
 from longspan.errors import ConfigError
 
 _PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors")
-_EXTRAS = ("accelerate", "peft", "deepspeed", "torchao", "matplotlib")
+_EXTRAS = ("accelerate", "datasets", "deepspeed", "matplotlib", "peft", "torchao")
 
 
 def doctor(json_: Annotated[bool, typer.Option("--json", help="Print JSON. (default false)")] = False) -> None:

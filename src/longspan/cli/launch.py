@@ -29,6 +29,8 @@ from longspan.train.data import Corpus
 from longspan.train.loop import train
 from longspan.train.preflight import preflight
 from longspan.train.progress import Progress
+from longspan.train.resume import saveable
+from longspan.train.watchdog import patience, report_file
 
 _PRELOADED = ["longspan.cli.launch"]
 """What is imported once, in the process that the others are forked from."""
@@ -76,9 +78,12 @@ def join(config: RunConfig, to_stderr: bool) -> int | None:
     """Run as one of torchrun's processes; return the last step on the first of them, None on the others.
 
     An error in the settings or the data is the same on a whole host, but not on all hosts: the first process of each
-    host raises it; the others exit silently.
+    host raises it; the others exit silently. After an error in the run a process ends at once: leaving in order would
+    wait for the others. A run that torchrun starts again goes on from its last checkpoint.
     """
     rank = int(os.environ["RANK"])
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and saveable(config):
+        config = config.model_copy(update={"resume": True, "overwrite": False})
     try:
         corpus, report = preflight(config, int(os.environ["WORLD_SIZE"]))
     except LongspanError:
@@ -89,7 +94,10 @@ def join(config: RunConfig, to_stderr: bool) -> int | None:
     stream = sys.stderr if to_stderr else sys.stdout
     if rank == 0:
         print(f"data: {report}", file=stream, flush=True)
-    last = _train_as_rank(config, corpus, stream)
+    try:
+        last = _train_as_rank(config, corpus, stream)
+    except Exception as error:
+        failures.end(error)
     return last if rank == 0 else None
 
 
@@ -113,16 +121,21 @@ def _launch(job: Job, processes: int) -> int | None:
         elastic_launch(launch, _process)(job)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        silent = TrainingError(
-            f"Process {rank} ended with exit code {failure.exitcode} and said nothing; was it killed?"
-        )
-        raise failures.first(Path(job.errors)) or silent from None
+        raise failures.first(Path(job.errors)) or _silent(job, rank, failure.exitcode) from None
     except SignalException as stopped:
         if not _stopped(job).exists():
             raise TrainingError(f"Stopped by {stopped.sigval.name}; its processes have ended.") from None
     finally:
         logging.disable(logging.NOTSET)
     return int(_stopped(job).read_text(encoding="ascii")) if _stopped(job).exists() else None
+
+
+def _silent(job: Job, rank: int, code: int) -> TrainingError:
+    """Return the error of a process that left none: its watchdog ended it, or somebody else."""
+    report = report_file(Path(RunConfig.model_validate_json(job.config).output_dir), rank)
+    if report.exists():
+        return TrainingError(f"{report.read_text(encoding='utf-8').splitlines()[0]} Its stacks are in {report}.")
+    return TrainingError(f"Process {rank} ended with exit code {code} and said nothing; was it killed?")
 
 
 def _stopped(job: Job) -> Path:
@@ -154,7 +167,7 @@ def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> int:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
-    with _process_group(device):
+    with _process_group(device, config):
         return train(config, corpus, device, _progress(config, stream) if rank == 0 else None)
 
 
@@ -171,22 +184,28 @@ def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO) -> int:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     with (
         tempfile.TemporaryDirectory(prefix="longspan-") as folder,
-        _process_group(device, init_method=f"file://{folder}/store", rank=0, world_size=1),
+        _process_group(device, config, init_method=f"file://{folder}/store", rank=0, world_size=1),
     ):
         return train(config, corpus, device, _progress(config, stream))
 
 
 @contextmanager
-def _process_group(device: torch.device, **rendezvous: Any) -> Iterator[None]:
+def _process_group(device: torch.device, config: RunConfig, **rendezvous: Any) -> Iterator[None]:
     """Be part of the default process group; without a rendezvous, of the one that the environment names."""
     on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, **rendezvous
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        device_id=device if on_gpu else None,
+        timeout=patience(config.faults.timeout_minutes * 60),
+        **rendezvous,
     )
+    ended = False
     try:
         yield
+        ended = True
     finally:
-        dist.destroy_process_group()
+        if ended or dist.get_world_size() == 1:  # after an error it would wait for processes that no longer come
+            dist.destroy_process_group()
 
 
 def _progress(config: RunConfig, stream: TextIO) -> Progress:

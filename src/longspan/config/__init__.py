@@ -1,9 +1,10 @@
 """The settings of a run: their schema, and how they are read from a file and the command line."""
 
-from longspan.config.load import expand_placeholders, load_config, parse_config
+from longspan.config.data import DataConfig, InspectConfig
+from longspan.config.faults import FaultsConfig
+from longspan.config.load import expand_placeholders, load_config, load_inspect_config, parse_config
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
 from longspan.config.schema import (
-    DataConfig,
     LoggingConfig,
     MemoryConfig,
     OptimizerConfig,
@@ -17,6 +18,8 @@ from longspan.config.settings import Setting, settings
 __all__ = [
     "AdapterConfig",
     "DataConfig",
+    "FaultsConfig",
+    "InspectConfig",
     "LoggingConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -28,6 +31,7 @@ __all__ = [
     "Setting",
     "expand_placeholders",
     "load_config",
+    "load_inspect_config",
     "parse_config",
     "parse_size",
     "settings",

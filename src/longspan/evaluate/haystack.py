@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.config import expand_placeholders
 from longspan.errors import DataError
-from longspan.train.data import expand_files
+from longspan.train.data.readers import expand_files
 
 STDLIB = "${stdlib}/[a-z]*.py"
 """Python's standard library, which is everywhere."""

@@ -7,12 +7,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.engines import protocol
 from longspan.errors import ConfigError, TrainingError
 from longspan.once import is_first
+from longspan.train.agreement import Agreement
 
 METRICS = "metrics.jsonl"
 MODEL = "model"
@@ -107,11 +107,9 @@ def save_model(
         write: writes a state to a folder in the format that readers expect.
 
     Raises:
-        TrainingError: the disk refused, on rank 0; the others hear of it when rank 0 stops.
+        TrainingError: the disk refused, on rank 0; all raise.
     """
     first = is_first()
     state = full_state(model, first, whole, trained=trained)
-    if first:
-        write_folder(folder, lambda partial: write(partial, state))
-    if dist.is_initialized():
-        dist.barrier()
+    agree = Agreement("save the model", "Checkpoints are as they were.")
+    agree(lambda: write_folder(folder, lambda partial: write(partial, state)) if first else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from collections import Counter
@@ -34,6 +35,7 @@ class Row:
         mfu: model FLOPs (causal attention, nothing recomputed) over what the GPUs could do in bf16; None where the
             peak or the model's count is unknown.
         peak_gpu_bytes, peak_host_bytes: largest over the ranks, since the start of the run.
+        skipped: the loss or the norm was not finite, and the step has been left out.
     """
 
     step: int
@@ -46,6 +48,7 @@ class Row:
     peak_gpu_bytes: int
     peak_host_bytes: int
     step_s: float
+    skipped: bool = False
 
 
 class MetricsFile:
@@ -68,10 +71,15 @@ class MetricsFile:
         self._started = True
 
     def write(self, row: Row) -> None:
-        """Write one row, whole, so that a reader never sees half of it."""
+        """Write one row, so that a reader never sees half of it; of a skipped step, what is not finite is null."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a" if self._started else "w", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(row), allow_nan=False) + "\n")
+            plain = asdict(row)
+            if row.skipped:
+                plain |= {name: None for name in ("loss", "grad_norm") if not math.isfinite(plain[name])}
+            else:
+                del plain["skipped"]
+            file.write(json.dumps(plain, allow_nan=False) + "\n")
         self._started = True
 
 
@@ -152,16 +160,16 @@ def peak_flops(device: torch.device) -> float | None:
     return None if machine is None else machine.peak_tflops * 1e12
 
 
-def peak_bytes(device: torch.device, mesh: Mesh, stop: bool = False) -> tuple[int, int, bool]:
-    """Return the peak of GPU and of host memory of a process, the largest over `mesh.world`, and whether any stops.
+def peak_bytes(device: torch.device, mesh: Mesh, *flags: bool) -> tuple[int, ...]:
+    """Return the peak of GPU and of host memory of a process, the largest over `mesh.world`, and 1 for each flag that
+    some process has set.
 
-    Cost: one all-reduce of three numbers.
+    Cost: one all-reduce of two numbers and the flags.
     """
     gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     unit = 1 if sys.platform == "darwin" else 1024
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    numbers = torch.tensor([gpu, host, stop], dtype=torch.int64, device=device)
+    numbers = torch.tensor([gpu, host, *flags], dtype=torch.int64, device=device)
     if mesh.world.group is not None:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=mesh.world.group)
-    gpu, host, stops = numbers.tolist()
-    return gpu, host, bool(stops)
+    return tuple(numbers.tolist())

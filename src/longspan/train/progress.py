@@ -23,7 +23,7 @@ class Progress:
 
     def __init__(self, stream: TextIO, max_steps: int, every: int = 1) -> None:
         self._stream, self._max_steps, self._every = stream, max_steps, every
-        self._elapsed_s, self._taken = 0.0, 0
+        self._elapsed_s, self._taken, self._skipped = 0.0, 0, 0
         self._live = Live(console=Console(file=stream), auto_refresh=False) if stream.isatty() else None
 
     def __enter__(self) -> Self:
@@ -45,6 +45,12 @@ class Progress:
     def step(self, row: Row) -> None:
         """Show a step."""
         self._elapsed_s, self._taken = self._elapsed_s + row.step_s, self._taken + 1
+        if row.skipped:
+            self._skipped += 1
+            self.note(
+                f"step {row.step} is skipped: loss {row.loss}, gradient norm {row.grad_norm} ({self._skipped} skipped)"
+            )
+            return
         if row.step % self._every and row.step not in (1, self._max_steps):
             return
         text = describe(row, self._max_steps, self._elapsed_s * row.step / self._taken)
