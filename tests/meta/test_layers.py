@@ -29,7 +29,7 @@ LAYERS = [
         "loader",
     },
     {"integrations", "engines", "optim"},
-    {"train", "cli", "report", "check", "bench", "__main__"},
+    {"train", "cli", "report", "check", "bench", "evaluate", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FRAMEWORKS = {"transformers", "accelerate", "peft", "deepspeed", "trl", "twinkle", "tokenizers"}

@@ -10,6 +10,7 @@ from longspan.cli.bench import bench
 from longspan.cli.check import check
 from longspan.cli.data import data
 from longspan.cli.doctor import doctor
+from longspan.cli.evaluate import evaluation
 from longspan.cli.export import export
 from longspan.cli.plan import plan
 from longspan.cli.report import report
@@ -30,6 +31,7 @@ app.command()(export)
 app.command()(report)
 app.command()(doctor)
 app.add_typer(bench)
+app.add_typer(evaluation)
 app.add_typer(data)
 
 

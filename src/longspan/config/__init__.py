@@ -2,7 +2,7 @@
 
 from longspan.config.data import DataConfig, InspectConfig
 from longspan.config.faults import FaultsConfig
-from longspan.config.load import load_config, load_inspect_config, parse_config
+from longspan.config.load import expand_placeholders, load_config, load_inspect_config, parse_config
 from longspan.config.logging import LoggingConfig
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
 from longspan.config.schema import (
@@ -29,6 +29,7 @@ __all__ = [
     "SaveConfig",
     "ScheduleConfig",
     "Setting",
+    "expand_placeholders",
     "load_config",
     "load_inspect_config",
     "parse_config",
