@@ -14,7 +14,8 @@ import longspan
 from longspan.errors import ConfigError
 from longspan.integrations.transformers.automatic import Automatic, Place
 from longspan.plan.keep import Keep, Memory
-from longspan.plan.machine import GIB, MACHINES, KernelRate
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, KernelRate
 from longspan.plan.memory import HOST_RESERVE_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
 from longspan.plan.plan import Plan
 from longspan.plan.setup import Optimizer
@@ -30,7 +31,7 @@ LONG, MIDDLE, SHORT = Rows([[2100, 900, 1000]]), Rows([[311, 150, 60]]), Rows([[
 
 def on(handle: Any, device_bytes: int, host_bytes: int = 0, backend: str | None = None) -> Automatic:
     """Let a handle decide as on GPUs of so many bytes."""
-    machine = replace(MACHINES["h200"], kernels=(KernelRate("cpu", 0.001, 0.001),))  # running it again is the worst
+    machine = replace(find_machine("h200"), kernels=(KernelRate("cpu", 0.001, 0.001),))  # running it again is the worst
     place = Place(machine, device_bytes, host_bytes, handle.mesh.world.size)
     optimizer = Optimizer("free", 0, 1e-9, 0, 0, 0)  # so that what layers keep is most of what there is
     automatic = replace(handle.automatic, place=place, backend=backend, optimizer=optimizer, plans={}, tasks={})
@@ -146,7 +147,7 @@ def test_on_a_cpu_layers_run_whole(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_on_a_small_cpu_they_do_not() -> None:
     handle = longspan.prepare(build("llama"), 1)
-    machine = MACHINES["cpu"]
+    machine = find_machine("cpu")
     sizes = []
     for mib in (1024, 40, 20):
         place = Place(machine, round((HOST_RESERVE_BYTES + mib * (1 << 20)) / (1 - HOST_RESERVE_SHARE)), 0, 1)

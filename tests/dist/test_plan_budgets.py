@@ -14,7 +14,8 @@ import torch
 import longspan
 from longspan.integrations.shapes import model_shape
 from longspan.plan.keep import Keep, Memory
-from longspan.plan.machine import MACHINES, Cluster, KernelRate
+from longspan.plan.library import find_machine
+from longspan.plan.machine import Cluster, KernelRate
 from longspan.plan.memory import Ledger
 from longspan.plan.setup import Optimizer, Setup
 from longspan.plan.solve import solve
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.dist
 
 TOKENS, LAYERS, CASES = 67, 6, 32
 MOVING = 1  # bytes on their way: computing waits for each copy
-SLOW = replace(MACHINES["h200"], kernels=(KernelRate("cpu", 0.001, 0.001),))  # running attention again is the worst
+SLOW = replace(find_machine("h200"), kernels=(KernelRate("cpu", 0.001, 0.001),))  # running attention again is the worst
 
 
 def planned(model: Any, draw: random.Random) -> Memory | None:

@@ -22,7 +22,8 @@ from longspan.errors import ConfigError, ModelError, TopologyError, TrainingErro
 from longspan.integrations.shapes import model_shape
 from longspan.optim import choose_stepping
 from longspan.plan.keep import Keep, Memory
-from longspan.plan.machine import GIB, MACHINES, Cluster
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger
 from longspan.plan.setup import Setup
 from test_training import LAYOUTS, MAX_NORM, STEPS, History, Layout, build, micro_batches, optimizer_of, targets
@@ -448,7 +449,7 @@ def holding(stage: int, bf16: bool) -> tuple[dict[str, float], dict[str, float],
             found["after step"] = held_bytes(before) / count
         engine.close()
     ((name, optimizer),) = told
-    cluster = Cluster(MACHINES["cpu"], 2, 2, GIB, GIB)
+    cluster = Cluster(find_machine("cpu"), 2, 2, GIB, GIB)
     ledger = Ledger(Setup(model_shape(config), cluster, name, optimizer, 2, 1, 16, itemsize=2 if bf16 else 4))
     causes = ("parameters", "optimizer", "gradients")
     moments = {"after step": ledger.moments[0], "after backward": ledger.moments[-1]}

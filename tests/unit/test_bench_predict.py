@@ -49,7 +49,7 @@ def test_what_the_plan_would_not_do_has_no_prediction() -> None:
 def test_an_unknown_gpu_has_no_prediction_and_no_plan() -> None:
     strange = Host("Acme T9000", 2, 139 << 30, 0)
     assert predicted(CONFIG, WORK, strange, 131072, parse_memory("16384/x+O/-")) == {}
-    with pytest.raises(ConfigError, match="no figures for a machine"):
+    with pytest.raises(ConfigError, match="no figures for Acme T9000"):
         planned(CONFIG, WORK, strange, 131072)
 
 

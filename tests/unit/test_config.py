@@ -223,6 +223,10 @@ def test_examples_are_valid() -> None:
             overrides[("optimizer", "step_in_backward")] = True
         if setting.path[-1] == "step_in_backward":
             overrides[("optimizer", "clip")] = "previous"
+        if setting.path[-1] in ("subset", "streaming"):
+            overrides[("data", "format")] = "dataset"
+        if setting.path[-1] == "form":
+            overrides[("data", "format")] = "jsonl"
         if setting.path[0] == "adapter" or setting.path[-1] == "quantization":
             overrides = {("adapter", "kind"): "lora", **overrides}
         if setting.path[:2] == ("model", "rope") and setting.path[-1] != "theta":

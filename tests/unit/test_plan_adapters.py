@@ -19,7 +19,8 @@ from longspan.integrations.presets import preset_config
 from longspan.integrations.quantize import dequantize_layers, quantize_layers
 from longspan.integrations.shapes import model_shape
 from longspan.integrations.transformers.automatic import _weight_bytes
-from longspan.plan.machine import GIB, MACHINES, Cluster
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger, Moment
 from longspan.plan.setup import Optimizer, Setup
 from longspan.stream.quantized import quantised, whole_weight
@@ -40,7 +41,7 @@ def numbers(model: nn.Module, trained: bool) -> int:
 
 
 def setup_of(model: Any, engine: str = "ddp", gpus: int = 1, optimizer: Optimizer | None = None) -> Setup:
-    cluster = Cluster(MACHINES["h200"], gpus, gpus, 141 * GIB, 512 * GIB)
+    cluster = Cluster(find_machine("h200"), gpus, gpus, 141 * GIB, 512 * GIB)
     return Setup(model_shape(model), cluster, engine, optimizer or Optimizer.adamw(4), 1, 1, 512, itemsize=4)
 
 

@@ -15,7 +15,8 @@ import longspan
 from longspan.integrations.presets import preset_config
 from longspan.integrations.shapes import model_shape
 from longspan.plan.keep import Keep, Memory
-from longspan.plan.machine import GIB, MACHINES, Cluster
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger, kept_bytes
 from longspan.plan.runs import Costs
 from longspan.plan.setup import OPTIMIZERS, Optimizer, Setup
@@ -32,7 +33,7 @@ def llama8b() -> ModelShape:
 
 def two_h200(shape: ModelShape, tokens: int, **changes: Any) -> Setup:
     """Return the setup of the committed measurements."""
-    cluster = Cluster(MACHINES["h200"], 2, 8, 139 * GIB, 256 * GIB)
+    cluster = Cluster(find_machine("h200"), 2, 8, 139 * GIB, 256 * GIB)
     setup = Setup(shape, cluster, "fsdp2", OPTIMIZERS["adamw"], 2, 1, tokens, kernel="fa4", tile_tokens=16_384)
     return replace(setup, **changes)
 
@@ -89,7 +90,7 @@ def test_kept_tensors(keep: Keep, tile: int | None, rows: int) -> None:
     for layer in handle.layers:
         layer.register_forward_hook(lambda module, args, out: nodes.append(out.grad_fn))
     loss = model(**part).loss
-    cluster = Cluster(MACHINES["cpu"], 1, 1, GIB, GIB)
+    cluster = Cluster(find_machine("cpu"), 1, 1, GIB, GIB)
     shape = model_shape(model)
     setup = Setup(shape, cluster, "single", Optimizer.adamw(4), 1, 1, 37, rows, itemsize=4, tile_tokens=tile)
     for node, layer in zip(nodes, shape.layers, strict=True):

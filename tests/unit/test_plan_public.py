@@ -17,7 +17,8 @@ from longspan.cli import main
 from longspan.errors import ConfigError, ModelError, TopologyError
 from longspan.integrations.presets import PRESETS, preset_config
 from longspan.plan.keep import Keep, Memory
-from longspan.plan.machine import GIB, MACHINES, find_machine, parse_bytes, parse_gpus
+from longspan.plan.library import find_machine, parse_gpus
+from longspan.plan.machine import GIB, parse_bytes
 from longspan.plan.plan import Plan, describe
 
 
@@ -103,7 +104,7 @@ def test_json() -> None:
     assert all(
         isinstance(size, int) and size > 0 for size in [*made["gpu_bytes"].values(), *made["host_bytes"].values()]
     )
-    assert sum(made["gpu_bytes"].values()) <= MACHINES["h200"].memory_bytes
+    assert sum(made["gpu_bytes"].values()) <= find_machine("h200").memory_bytes
     assert made["host_bytes"]["kept by layers"] > GIB
     assert made["step_s"] == pytest.approx(sum(made["seconds"].values()))
     assert made["tokens_per_s"] == pytest.approx((768 << 10) / made["step_s"])
@@ -176,12 +177,12 @@ def test_sizes_and_machines() -> None:
     assert parse_bytes("256GiB") == 256 * GIB
     assert parse_bytes("1.9TB") == 1_900_000_000_000
     assert parse_bytes("80g") == 80 * GIB
-    assert parse_gpus("2xH200") == (2, MACHINES["h200"])
-    assert parse_gpus("B200") == (1, MACHINES["b200"])
-    assert find_machine("A100") is MACHINES["a100-80g"]
-    assert MACHINES["h200"].rate("cudnn+aten-flash").name == "cudnn"
-    assert MACHINES["h200"].rate("auto").name == "fa4"
-    assert MACHINES["h200"].rate("unknown").backward_tflops == 326
+    assert parse_gpus("2xH200") == (2, find_machine("h200"))
+    assert parse_gpus("B200") == (1, find_machine("b200"))
+    assert find_machine("A100") is find_machine("a100-80g")
+    assert find_machine("h200").rate("cudnn+aten-flash").name == "cudnn"
+    assert find_machine("h200").rate("auto").name == "fa4"
+    assert find_machine("h200").rate("unknown").backward_tflops == 326
 
 
 def test_describe() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from longspan.integrations.planning import task_for
 from longspan.integrations.shapes import model_shape
 from longspan.plan.keep import Budget, Keep
-from longspan.plan.machine import GIB, MACHINES, Cluster, find_machine
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import OPTIMIZERS, Setup
@@ -195,7 +196,7 @@ def test_what_fits_is_found_and_within_capacity(tokens: int, gpu_gib: float, hos
 @given(st.floats(60, 150), st.floats(1.0, 1.5))
 def test_more_memory_is_never_shorter(gpu_gib: float, more: float) -> None:
     less, bigger = (
-        task_for(llama8b(4), cluster(2, gib, 100), "fsdp2", "auto").longest() for gib in (gpu_gib, gpu_gib * more)
+        task_for(llama8b(4), cluster(2, gib, 100), "fsdp2", "auto").longest for gib in (gpu_gib, gpu_gib * more)
     )
     assert bigger >= less
 
@@ -208,8 +209,8 @@ def test_choices_repeat() -> None:
 @pytest.mark.parametrize(("gpus", "longest"), [(1, 500_000), (8, 3_700_000), (32, 15_000_000)])
 def test_lengths_of_8b_on_h100_nodes(gpus: int, longest: int) -> None:
     """80 GB per GPU, 1.9 TB of host memory per node."""
-    nodes = cluster(gpus, MACHINES["h100-80g"].memory_bytes / GIB, 1.9e12 / GIB, "h100")
-    assert task_for(llama8b(), nodes, "fsdp2", "auto").longest() >= longest
+    nodes = cluster(gpus, find_machine("h100-80g").memory_bytes / GIB, 1.9e12 / GIB, "h100")
+    assert task_for(llama8b(), nodes, "fsdp2", "auto").longest >= longest
 
 
 def test_replicas_do_not_rebuild() -> None:
@@ -222,7 +223,7 @@ def test_replicas_do_not_rebuild() -> None:
     shorter = bound.choose(1 << 18)
     assert shorter is not None
     assert all(run.stop - run.start == 1 for run in shorter.runs)
-    assert bound.longest() < free.longest()
+    assert bound.longest < free.longest
 
 
 @pytest.mark.parametrize(

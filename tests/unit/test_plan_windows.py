@@ -10,7 +10,8 @@ from longspan.attention.schedule import Schedule
 from longspan.integrations.shapes import model_shape
 from longspan.layout import Layout
 from longspan.mask import Mask
-from longspan.plan.machine import GIB, Cluster, find_machine
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, Cluster
 from longspan.plan.setup import OPTIMIZERS, Setup
 from longspan.plan.time import Clock
 

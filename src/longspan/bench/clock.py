@@ -85,17 +85,26 @@ def forget_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peaks(device: torch.device) -> dict[str, float]:
+def rounded_gib(size_bytes: float) -> float:
+    """Return bytes in GiB, to four digits at least."""
+    return round(size_bytes / GIB, 2 if size_bytes >= 10 * GIB else 4)
+
+
+def peaks(device: torch.device, tracked_bytes: int = 0) -> dict[str, float]:
     """Return, in GiB: the peak of tensors and of what the allocator held for them on the fullest GPU, and the most
-    host memory that the processes have had, added up."""
-    tensors, held = 0, 0
+    host memory that the processes have had, added up.
+
+    Args:
+        tracked_bytes: the peak of tensors of this process, where there is no GPU.
+    """
+    tensors, held = tracked_bytes, 0
     if device.type == "cuda":
         tensors, held = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
-        "peak_gib": round(largest(tensors, device) / GIB, 2),
-        "reserved_gib": round(largest(held, device) / GIB, 2),
-        "host_gib": round(_reduced(host, dist.ReduceOp.SUM, device) / GIB, 2),
+        "peak_gib": rounded_gib(largest(tensors, device)),
+        "reserved_gib": rounded_gib(largest(held, device)),
+        "host_gib": rounded_gib(_reduced(host, dist.ReduceOp.SUM, device)),
     }
 
 

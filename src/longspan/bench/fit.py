@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from longspan.bench.clock import Deadline, forget_peaks, peaks, timed
 from longspan.bench.measure import Case
 from longspan.bench.results import DONE, STOPPED, Results
+from longspan.bench.tracked import TrackedBytes
 from longspan.bench.workload import Workload
 
 SEARCH_STEP_TOKENS = 16_384
@@ -17,7 +19,8 @@ SEARCH_STEP_TOKENS = 16_384
 def fit(load: Workload, case: Case, row: dict[str, Any], results: Results, deadline: Deadline) -> None:
     """Fill a row with the peaks of a step of its length; that it ends is the proof.
 
-    A short step first makes the optimizer's state, as that lies beside everything else in every later step.
+    A short step first makes the optimizer's state, as that lies beside everything else in every later step. On a CPU
+    the bytes of all tensors are added up, which takes longer than the step.
     """
     device, tokens = load.device, case.setting.tokens
     if not deadline.allows(0.0, device):
@@ -27,9 +30,10 @@ def fit(load: Workload, case: Case, row: dict[str, Any], results: Results, deadl
     results.save()
     ids = load.row(tokens, 0)
     forget_peaks(device)
-    with load.handle.fit():
+    tracked = None if device.type == "cuda" else TrackedBytes()
+    with load.handle.fit(), tracked or nullcontext():
         seconds, _ = timed(lambda: load.step(ids, lr=0.0), device)
-    row |= {"seconds": round(seconds, 2), **peaks(device), "state": DONE}
+    row |= {"seconds": round(seconds, 2), **peaks(device, tracked.peak if tracked else 0), "state": DONE}
 
 
 def search(fits: Callable[[int], bool | None], start: int, step_tokens: int = SEARCH_STEP_TOKENS) -> int | None:

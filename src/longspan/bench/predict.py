@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.bench.clock import GIB
+from longspan.bench.clock import rounded_gib
 from longspan.bench.settings import Work
 from longspan.errors import ConfigError
 from longspan.integrations.planning import cluster_for, task_for
@@ -15,7 +15,7 @@ from longspan.integrations.shapes import model_shape
 from longspan.plan.decide import Task
 from longspan.plan.degrees import choose_degrees
 from longspan.plan.keep import Keep, Memory
-from longspan.plan.machine import find_machine
+from longspan.plan.library import find_machine, machine_of
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
@@ -70,17 +70,20 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
     room = Room(math.inf, (math.inf,) * costs.count, memory.budget)
     moving = 0 if memory.budget.gpu_bytes is None else memory.budget.moving_bytes or MOVING_BYTES
     choice = choice_of(costs, Ledger(setup, moving), room, *runs)
+    on_gpu = sum(size for cause, size in choice.gpu_bytes.items() if cause not in _UNCOUNTED)
     return {
         "predicted_s": round(choice.step_s, 3),
-        "predicted_gib": round(sum(n for cause, n in choice.gpu_bytes.items() if cause not in _UNCOUNTED) / GIB, 2),
-        "predicted_host_gib": round(host.gpus * sum(choice.host_bytes.values()) / GIB, 2),
+        "predicted_gib": rounded_gib(on_gpu),
+        "predicted_host_gib": rounded_gib(host.gpus * sum(choice.host_bytes.values())),
     }
 
 
 def _task(config: Any, work: Work, host: Host) -> Task:
-    machine = find_machine("cpu" if host.gpu is None else host.gpu.split()[-1])
+    machine = find_machine("cpu") if host.gpu is None else machine_of(host.gpu)
+    if machine is None:
+        raise ConfigError(f"There are no figures for {host.gpu}: `longspan plan --calibrate` measures them.")
     cluster = cluster_for(machine, host.gpus, host.gpus, host.gpu_bytes, host.host_bytes)
-    task = task_for(model_shape(config), cluster, work.chosen_engine, work.optimizer)
+    task = task_for(model_shape(config, adapter=work.adapter), cluster, work.chosen_engine, work.optimizer)
     if (work.ulysses, work.ring) != (None, None):
         layer = task.shape.layers[0]
         degrees = choose_degrees(layer.heads, layer.kv_heads, work.sp, ulysses=work.ulysses, ring=work.ring)

@@ -1,4 +1,4 @@
-"""The work that is measured: full fine-tuning of a model with random weights on random tokens, one row per step."""
+"""The work that is measured: training a model with random weights, or adapters of it, on random tokens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from longspan.bench.settings import Work
 from longspan.engines import Engine, StepsItself, build_engine
+from longspan.integrations.adapters import add_adapter
 from longspan.integrations.random_weights import untrained_model
 from longspan.integrations.transformers import Applied, prepare
 from longspan.optim import build_optimizer, choose_stepping
@@ -99,12 +100,14 @@ def build(config: Any, work: Work, memories: Sequence[Memory], device: torch.dev
     Raises:
         LongspanError: whatever of it cannot work.
     """
-    sharded = work.chosen_engine != "single"
     compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = untrained_model(config, work.seed, compute_dtype, device)
-    if sharded:
+    model: Any = untrained_model(config, work.seed, compute_dtype, device)
+    mixed = work.chosen_engine != "single" and work.adapter is None
+    if mixed:
         model.float()
-    engine = build_engine(work.chosen_engine, work.sp, compute_dtype if sharded and device.type == "cuda" else None)
+    if work.adapter is not None:
+        model = add_adapter(model, work.adapter, work.seed).train()
+    engine = build_engine(work.chosen_engine, work.sp, compute_dtype if mixed and device.type == "cuda" else None)
     handle = prepare(
         model,
         work.sp,

@@ -290,7 +290,7 @@ def _add_peers(asked: Asked, flags: StepFlags, run: Run, content: dict[str, Any]
 def _work(flags: WorkFlags) -> Work:
     return Work(
         flags.model, _processes(flags), flags.layers, flags.ulysses, flags.ring, flags.kernel, flags.engine,
-        flags.optimizer, _host_bytes(flags.host_memory), flags.seed,
+        flags.optimizer, _host_bytes(flags.host_memory), flags.seed, flags.lora_rank,
     )  # fmt: skip
 
 

@@ -64,6 +64,9 @@ class WorkFlags(Flags):
         str | None, _option("Host memory that plans may use: 256GiB. (default: what is free)", "SIZE")
     ] = None
     seed: Annotated[int, _option("Of weights and tokens.", "N")] = 0
+    lora_rank: Annotated[
+        int | None, _option("Train adapters of this rank beside all linear modules. (default: the model)", "N", min=1)
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,17 @@ from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from pydantic import BaseModel
 
-from longspan.config import Setting, settings
+from longspan.config import RunConfig, Setting, settings
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command a flag per setting; its `overrides` parameter gets those that were used, by path."""
+def with_settings(command: Callable[..., None], schema: type[BaseModel] = RunConfig) -> Callable[..., None]:
+    """Give a command a flag per setting of a schema; its `overrides` parameter gets those that were used, by path."""
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "overrides"]
-    known = {"set_" + "_".join(setting.path): setting for setting in settings()}
+    known = {"set_" + "_".join(setting.path): setting for setting in settings(schema)}
     flags = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(setting))
         for name, setting in known.items()

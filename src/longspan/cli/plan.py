@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,62 +14,104 @@ from longspan.config import parse_size
 from longspan.errors import ConfigError
 
 
+def _option(text: str, metavar: str, **more: Any) -> Any:
+    return typer.Option(help=text, metavar=metavar, **more)
+
+
 @dataclass(frozen=True)
 class Flags:
     """The command line of `plan`."""
 
-    model: Annotated[
-        str, typer.Option(help="A preset, a folder (its config.json is enough) or a hub id.", metavar="NAME")
-    ]
-    gpus: Annotated[
-        str, typer.Option(help="Number and kind of GPUs, all of which share a sequence: 2xH200.", metavar="NxKIND")
-    ]
+    model: Annotated[str, _option("A preset, a folder (its config.json is enough) or a hub id.", "NAME")]
+    gpus: Annotated[str, _option("Number and kind of GPUs, all of which share a sequence: 2xH200.", "NxKIND")]
     host_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of a node: 256GiB, 1.9TB. (default: nothing is kept on the host)", metavar="SIZE"),
+        str | None, _option("Memory of a node: 256GiB, 1.9TB. (default: nothing is kept on the host)", "SIZE")
     ] = None
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="Memory of a GPU: 80GiB. (default: that of its kind)", metavar="SIZE")
-    ] = None
-    gpus_per_node: Annotated[
-        int, typer.Option(help="GPUs of a node. (a whole number >= 1)", metavar="N", show_default=True)
-    ] = 8
+    gpu_memory: Annotated[str | None, _option("Memory of a GPU: 80GiB. (default: that of its kind)", "SIZE")] = None
+    gpus_per_node: Annotated[int, _option("GPUs of a node. (a whole number >= 1)", "N", show_default=True)] = 8
     seq_len: Annotated[
         str | None,
-        typer.Option(help="Tokens per row: 131072, 128K, 1M. (default: the longest that fit)", metavar="SIZE"),
+        _option("Tokens per row: 131072, 128K, or several: 32K,128K,1M. (default: the longest that fit)", "SIZES"),
     ] = None
+    max_seq: Annotated[
+        bool, typer.Option("--max-seq", help="Plan the longest rows that fit, as without --seq-len. (default false)")
+    ] = False
     engine: Annotated[
         str,
-        typer.Option(
-            help="Who holds parameters: fsdp2 | ddp | single | zero-0 | zero-1 | zero-2 | zero-3.",
-            metavar="NAME",
-            show_default=True,
+        _option(
+            "Who holds parameters: fsdp2 | ddp | single | zero-0 | zero-1 | zero-2 | zero-3.", "NAME", show_default=True
         ),
     ] = "fsdp2"
     optimizer: Annotated[
         str,
-        typer.Option(
-            help="adamw | adamw-host | adamw8bit | adamw-bf16-sr | auto: adamw, or adamw-host where it does not fit.",
-            metavar="NAME",
+        _option(
+            "adamw | adamw-host | adamw8bit | adamw-bf16-sr | auto: adamw, or adamw-host where it does not fit.",
+            "NAME",
             show_default=True,
         ),
     ] = "auto"
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else. (default false)")] = False
+    lora_rank: Annotated[
+        int | None, _option("Train adapters of this rank in place of the model. (a whole number >= 1)", "N", min=1)
+    ] = None
+    lora_targets: Annotated[
+        str, _option("Modules that get adapters, separated by commas.", "NAMES", show_default=True)
+    ] = "all-linear"
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="First measure the GPUs of this host (a minute), for this and all later plans; then take a step as "
+            "planned, of random weights, with little of attention. (default false)",
+        ),
+    ] = False
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print JSON and nothing else; a list for several lengths. (default false)")
+    ] = False
+    yaml_: Annotated[
+        bool,
+        typer.Option(
+            "--yaml",
+            help="Print a run's YAML for `longspan train` and nothing else; its data are Python's own source files, "
+            "to be replaced by yours. (default false)",
+        ),
+    ] = False
 
 
 @with_flags(Flags)
 def plan(**flags: Any) -> None:
     """Say what fits and how fast it is: the longest rows, or the fastest way to train on rows of a length.
 
-    Nothing is run and no GPU is needed. Exit code 2: it does not fit, or a flag cannot be used, and why.
+    Without --calibrate nothing is run and no GPU is needed. Exit code 2: it does not fit, or a flag cannot be used, and
+    why.
     """
     given = Flags(**flags)
-    made = run(given)
-    print(json.dumps(made.to_json()) if given.json_ else made.explain())
+    lengths = _lengths(given)
+    if given.calibrate:
+        from longspan.cli.calibrate import calibrate
+
+        calibrate(given.gpus, sys.stderr)
+    plans = run(given, lengths)
+    steps = [_fitted(given, made) for made in plans] if given.calibrate else []
+    if given.yaml_:
+        from longspan.cli.plan_yaml import run_yaml
+        from longspan.plan.library import parse_gpus
+
+        count, machine = parse_gpus(given.gpus)
+        print(run_yaml(plans[0], given.model, _adapter(given), count if machine.on_gpu else None), end="")
+    elif given.json_:
+        told = [made.to_json() for made in plans]
+        for made, step in zip(told, steps, strict=False):
+            made["measured"] = step
+        print(json.dumps(told[0] if len(told) == 1 else told))
+    else:
+        _show(plans)
+        for made, step in zip(plans, steps, strict=False):
+            gib, expected = step["peak_gib"], step["predicted_gib"]
+            print(f"measured at {made.seq_len:,} tokens: {gib} GiB of tensors, predicted {expected}")
 
 
-def run(flags: Flags) -> Any:
-    """Return the plan that the flags ask for.
+def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
+    """Return the plans that the flags ask for.
 
     Raises:
         LongspanError: a flag that cannot be used, a model that is not understood, or a length that does not fit.
@@ -76,14 +119,64 @@ def run(flags: Flags) -> Any:
     from longspan.integrations.planning import cluster_for, task_for  # transformers loads here, so --help is quick
     from longspan.integrations.shapes import model_shape
     from longspan.plan.decide import make_plan
-    from longspan.plan.machine import parse_bytes, parse_gpus
+    from longspan.plan.library import parse_gpus
+    from longspan.plan.machine import parse_bytes
 
-    try:
-        tokens = None if flags.seq_len is None else parse_size(flags.seq_len)
-    except ValueError as error:
-        raise ConfigError(f"--seq-len {flags.seq_len} is {error}.") from None
     count, machine = parse_gpus(flags.gpus)
     gpu_bytes = machine.memory_bytes if flags.gpu_memory is None else parse_bytes(flags.gpu_memory)
     host_bytes = 0 if flags.host_memory is None else parse_bytes(flags.host_memory)
     cluster = cluster_for(machine, count, flags.gpus_per_node, gpu_bytes, host_bytes)
-    return make_plan(task_for(model_shape(flags.model), cluster, flags.engine, flags.optimizer), tokens)
+    shape = model_shape(flags.model, adapter=_adapter(flags))
+    task = task_for(shape, cluster, flags.engine, flags.optimizer)
+    return [make_plan(task, tokens) for tokens in lengths]
+
+
+def _lengths(flags: Flags) -> list[int | None]:
+    if flags.yaml_ and flags.json_:
+        raise ConfigError("--yaml and --json both want all of stdout: take one.")
+    if flags.seq_len is None:
+        return [None]
+    if flags.max_seq:
+        raise ConfigError(f"--max-seq looks for the longest rows, --seq-len {flags.seq_len} names some: take one.")
+    try:
+        lengths: list[int | None] = [parse_size(text) for text in flags.seq_len.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--seq-len {flags.seq_len} is {error}.") from None
+    if flags.yaml_ and len(lengths) > 1:
+        raise ConfigError(f"--yaml describes one run, --seq-len {flags.seq_len} names {len(lengths)}: take one.")
+    return lengths
+
+
+def _adapter(flags: Flags) -> Any:
+    from longspan.config import AdapterConfig
+
+    if flags.lora_rank is None:
+        if flags.lora_targets != "all-linear":
+            raise ConfigError("--lora-targets names modules for adapters of a --lora-rank: give that too.")
+        return None
+    return AdapterConfig(kind="lora", rank=flags.lora_rank, target_modules=tuple(flags.lora_targets.split(",")))
+
+
+def _fitted(flags: Flags, made: Any) -> dict[str, Any]:
+    from longspan.cli.calibrate import fitted
+    from longspan.plan.machine import parse_bytes
+
+    host_bytes = 0 if flags.host_memory is None else parse_bytes(flags.host_memory)
+    return fitted(made, flags.model, flags.lora_rank, flags.gpus, host_bytes)
+
+
+def _show(plans: list[Any]) -> None:
+    from rich.console import Console
+
+    from longspan.cli.plan_tables import causes_table, lengths_table
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    if len(plans) > 1:
+        print(plans[0].summary())
+        print(f"longest row that fits: {plans[0].max_seq_len:,} tokens")
+        console.print(lengths_table(plans))
+        return
+    made = plans[0]
+    print("\n".join(made.headlines()))
+    print(f"{made.tokens_per_s:,.0f} tokens/s, MFU {100 * (made.mfu or 0):.0f} %")
+    console.print(causes_table(made))

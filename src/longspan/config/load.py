@@ -8,16 +8,18 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from longspan.config.data import InspectConfig
 from longspan.config.schema import RunConfig
 from longspan.config.settings import settings
 from longspan.errors import ConfigError
 
 Keys = tuple[str, ...]
+S = TypeVar("S", RunConfig, InspectConfig)
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}")
 
 
@@ -49,16 +51,20 @@ def load_config(path: str | Path, overrides: Mapping[Keys, Any] | None = None) -
     Raises:
         ConfigError: everything wrong with it, one line each.
     """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"No such file: {path}. Give the path of a run's YAML file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Cannot read {path}: {error}.") from None
-    origins = Origins(str(path))
-    values = _parse_yaml(text, origins)
+    values, origins = _read(Path(path))
     return parse_config(values, overrides, origins)
+
+
+def load_inspect_config(path: Path | None, overrides: Mapping[Keys, Any]) -> InspectConfig:
+    """Read what a run's YAML file, if there is one, and the command line say of its data.
+
+    Raises:
+        ConfigError: everything wrong with it, one line each; other settings of a run are not looked at.
+    """
+    values, origins = ({}, Origins()) if path is None else _read(path)
+    others = RunConfig.model_fields.keys() - InspectConfig.model_fields.keys()
+    values = {name: value for name, value in values.items() if name not in others}
+    return _validate(InspectConfig, values, overrides, origins)
 
 
 def parse_config(
@@ -69,15 +75,30 @@ def parse_config(
     Raises:
         ConfigError: everything wrong with them, one line each.
     """
-    origins = origins or Origins()
-    for path, value in (overrides or {}).items():
+    return _validate(RunConfig, values, overrides or {}, origins or Origins())
+
+
+def _validate(schema: type[S], values: dict[str, Any], overrides: Mapping[Keys, Any], origins: Origins) -> S:
+    for path, value in overrides.items():
         _override(values, path, value, origins)
     try:
-        config = RunConfig.model_validate(values)
+        config = schema.model_validate(values)
     except ValidationError as error:
         raise _explain(error, origins) from None
-    files = tuple(_expand(text, origins) for text in config.data.files)
+    place = origins.of(("data", "files"))
+    files = tuple(expand_placeholders(text, f"data.files{place}") for text in config.data.files)
     return config.model_copy(update={"data": config.data.model_copy(update={"files": files})})
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Origins]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"No such file: {path}. Give the path of a run's YAML file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read {path}: {error}.") from None
+    origins = Origins(str(path))
+    return _parse_yaml(text, origins), origins
 
 
 def _parse_yaml(text: str, origins: Origins) -> dict[str, Any]:
@@ -125,12 +146,19 @@ def _override(values: dict[str, Any], path: Keys, value: Any, origins: Origins) 
     values[path[-1]] = value
 
 
-def _expand(text: str, origins: Origins) -> str:
+def expand_placeholders(text: str, setting: str) -> str:
+    """Replace ${stdlib} by the folder of Python's standard library.
+
+    Args:
+        setting: what the text is the value of, for the error.
+
+    Raises:
+        ConfigError: another placeholder.
+    """
     known = {"stdlib": sysconfig.get_path("stdlib")}
     for name in _PLACEHOLDER.findall(text):
         if name not in known:
-            place = origins.of(("data", "files"))
-            raise ConfigError(f"data.files{place}: ${{{name}}} means nothing; the only placeholder is ${{stdlib}}.")
+            raise ConfigError(f"{setting}: ${{{name}}} means nothing; the only placeholder is ${{stdlib}}.")
     return _PLACEHOLDER.sub(lambda match: known[match[1]], text)
 
 

@@ -6,39 +6,12 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from longspan.config.data import DataConfig
 from longspan.config.faults import FaultsConfig
+from longspan.config.logging import LoggingConfig
 from longspan.config.model import AdapterConfig, ModelConfig
-from longspan.config.section import Float, Int, Rate, Section, Size, Texts
+from longspan.config.section import Float, Int, Rate, Section, Size
 from longspan.config.section import field as _field
-
-
-class DataConfig(Section):
-    """The documents to train on."""
-
-    files: Texts = _field(
-        "Files or patterns (* ? **), from the working directory; ${stdlib} is Python's standard library.",
-        example='["data/*.jsonl"]',
-        min_length=1,
-    )
-    format: Literal["text", "jsonl", "tokens"] = _field(
-        "'text': a document per file. 'jsonl': a document per line, with `text`, or `input_ids` and optional `labels`. "
-        "'tokens': a document per .npy file of whole numbers.",
-        "text",
-        example="jsonl",
-    )
-    tokenizer: str = _field("Tokenizer: 'bytes', a folder, or a hub id.", "bytes", example="bytes", min_length=1)
-    long_documents: Literal["split", "drop", "error"] = _field(
-        "Documents longer than sequence_length: cut into pieces that do not see each other, left out, or refused.",
-        "error",
-        example="split",
-    )
-    empty_documents: Literal["drop", "error"] = _field(
-        "Documents without a token: left out, or refused.", "error", example="drop"
-    )
-    packing: bool = _field(
-        "Put several documents into a row, as many as fit; they never see each other.", True, example=True
-    )
-    shuffle: bool = _field("Draw a new order of the documents for each epoch, from the seed.", True, example=True)
 
 
 class MemoryConfig(Section):
@@ -115,12 +88,6 @@ class ScheduleConfig(Section):
     final_ratio: Float = _field(
         "Learning rate at the end of 'cosine', as a share of the peak.", 0.0, example=0.1, ge=0, le=1
     )
-
-
-class LoggingConfig(Section):
-    """What is shown while training; metrics.jsonl gets every step all the same."""
-
-    every: Int = _field("Show every n-th step.", 1, unit="steps", example=10, ge=1)
 
 
 class SaveConfig(Section):

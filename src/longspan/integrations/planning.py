@@ -8,7 +8,8 @@ from longspan.errors import ConfigError
 from longspan.integrations.shapes import model_shape
 from longspan.plan.decide import Task, make_plan
 from longspan.plan.degrees import choose_degrees
-from longspan.plan.machine import GIB, Cluster, Machine, find_machine
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB, Cluster, Machine
 from longspan.plan.plan import Plan
 from longspan.plan.setup import ENGINES, OPTIMIZERS, Optimizer, find_optimizer
 from longspan.plan.shapes import ModelShape
@@ -36,7 +37,7 @@ def plan(
         gpu_memory_gib: total memory of a GPU.
         host_memory_gib: memory of a node.
         engine: who holds parameters: fsdp2, ddp, single, or zero-0 to zero-3 (DeepSpeed, bfloat16 on float32 masters).
-        gpu: kind of GPU, whose rates are used; see `longspan.plan.machine.MACHINES`.
+        gpu: kind of GPU, whose rates are used: a name in `longspan.plan.library.machines()`.
         optimizer: adamw (fp32), adamw-host (the same, in host memory), adamw8bit, adamw-bf16-sr; auto takes adamw, or
             adamw-host where it does not fit. The zero engines serve adamw alone.
 
@@ -70,22 +71,26 @@ def cluster_for(machine: Machine, gpus: int, node_gpus: int, gpu_bytes: int, hos
 def task_for(shape: ModelShape, cluster: Cluster, engine: str, optimizer: str) -> Task:
     """Return the task of training a model on all of a cluster's GPUs together.
 
+    Activations are in bfloat16, on a CPU in float32, and so are models with adapters, the adapters and their optimizer.
+
     Raises:
         ConfigError: an unknown engine or optimizer.
         TopologyError: no degrees serve the heads.
     """
     if engine not in ENGINES:
         raise ConfigError(f"Unknown engine {engine!r}; use {', '.join(ENGINES)}.")
+    itemsize = 2 if cluster.machine.on_gpu else 4
     optimizers: tuple[Optimizer, ...]
     if engine.startswith("zero-"):
         if optimizer not in ("auto", "adamw"):
             raise ConfigError(f"Engine {engine} serves optimizer adamw, not {optimizer!r}: take adamw, or fsdp2.")
-        itemsize = 2 if cluster.machine.on_gpu else 4
         optimizers = (Optimizer.under_zero(int(engine[-1]), itemsize),)
+    elif shape.trained < shape.parameters:
+        optimizers = (Optimizer.held("adamw" if optimizer == "auto" else optimizer, itemsize, itemsize),)
     elif optimizer == "auto":
         optimizers = (OPTIMIZERS["adamw"], OPTIMIZERS["adamw-host"])
     else:
         optimizers = (find_optimizer(optimizer),)
     heads = {(layer.heads, layer.kv_heads) for layer in shape.layers if not layer.recurrent} or {(cluster.gpus, 1)}
     degrees = min((choose_degrees(h, k, cluster.gpus, cluster.node_gpus) for h, k in heads), key=lambda d: d.ulysses)
-    return Task(shape, cluster, degrees, engine, optimizers, streams_norm=True)
+    return Task(shape, cluster, degrees, engine, optimizers, itemsize=itemsize, streams_norm=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from longspan.config import ModelConfig
+from longspan.config import AdapterConfig, ModelConfig
 from longspan.errors import ConfigError, ModelError
+from longspan.integrations.adapters import add_adapter
 from longspan.integrations.models import load_model_config
 from longspan.integrations.multimodal import sight_of, text_trunk
 from longspan.integrations.random_weights import auto_class
@@ -31,11 +32,16 @@ _SHORT_WINDOW = 64
 """Keys that a token of a recurrent layer counts as, in place of all before it."""
 
 
-def model_shape(model: str | PretrainedConfig | nn.Module, operands: Sequence[Operands] | None = None) -> ModelShape:
+def model_shape(
+    model: str | PretrainedConfig | nn.Module,
+    operands: Sequence[Operands] | None = None,
+    adapter: AdapterConfig | None = None,
+) -> ModelShape:
     """Return the shape of a model, given itself, its configuration, or a preset, folder or hub id.
 
     Args:
         operands: sizes of each layer's attention call, if they were seen; else they are read from the configuration.
+        adapter: what is put into it, where it is not given itself.
 
     Raises:
         ConfigError: there is no such model.
@@ -54,6 +60,8 @@ def model_shape(model: str | PretrainedConfig | nn.Module, operands: Sequence[Op
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{name} cannot be planned, as it is no causal language model of text: {reason}") from None
+    if adapter is not None:
+        return replace(model_shape(add_adapter(built, adapter, seed=0)), name=name)
     return _describe(built, name, operands)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -19,14 +21,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer that a run names.
 
+    Args:
+        chat_template: file with a template that takes the place of the tokenizer's own.
+
     Raises:
-        ConfigError: there is none of that name, or it would need code from the model's folder.
+        ConfigError: there is none of that name, or it would need code from the model's folder; or no such template.
     """
-    if name == "bytes":
-        return byte_tokenizer()
+    tokenizer = byte_tokenizer() if name == "bytes" else _named(name)
+    if chat_template is not None:
+        tokenizer.chat_template = _template(Path(chat_template))
+    return tokenizer
+
+
+def _named(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -34,6 +44,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"data.tokenizer: cannot load {name!r}: {reason} Give 'bytes', a folder with a tokenizer, or a hub id."
         ) from None
+
+
+def _template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template: cannot read {path}: {error}. Give a file with a template.") from None
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from longspan.errors import ConfigError
 from longspan.plan.degrees import Degrees
@@ -108,8 +109,9 @@ class Task:
             fits(setup, self.rebuilds) for optimizer in self.optimizers for setup in self.setups(tokens, optimizer)
         )
 
+    @cached_property
     def longest(self) -> int:
-        """Return the longest row that fits, in whole thousands (of 1024); 0 if none does."""
+        """The longest row that fits, in whole thousands (of 1024); 0 if none does."""
         high = 1
         while high < 1 << 24 and self.fits(high * LENGTH_STEP):
             high *= 2
@@ -128,7 +130,7 @@ class Task:
             f"{self.shape.name}: rows of {tokens:,} tokens do not fit {self.cluster.gpus} x {self.cluster.machine.name}"
         )
         needs = "; ".join(self._needs(tokens, optimizer) for optimizer in self.optimizers)
-        longest = self.longest()
+        longest = self.longest
         ways = [f"rows of at most {longest:,}"] if longest else []
         for optimizer in () if self.engine.startswith("zero-") else OPTIMIZERS.values():  # DeepSpeed has its own
             if optimizer not in self.optimizers and replace(self, optimizers=(optimizer,)).fits(tokens):
@@ -159,7 +161,7 @@ def make_plan(task: Task, tokens: int | None = None) -> Plan:
     """
     if tokens is not None and tokens < 1:
         raise ConfigError(f"A row has at least one token, got {tokens}.")
-    longest = task.longest()
+    longest = task.longest
     length = tokens or longest
     choice = task.choose(length) if length else None
     if choice is None:

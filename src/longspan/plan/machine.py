@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from longspan.errors import ConfigError
 
@@ -41,6 +39,8 @@ class Machine:
         host_gbs: pinned copies, each way.
         link_gbs: what a rank gets out of collectives inside a node.
         network_gbs: of a rank's share of the network between nodes.
+        names: parts of the name that its driver gives.
+        source: where the figures come from.
     """
 
     name: str
@@ -52,6 +52,8 @@ class Machine:
     host_gbs: float
     link_gbs: float
     network_gbs: float
+    names: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def on_gpu(self) -> bool:
@@ -67,57 +69,6 @@ class Machine:
             return self.kernels[0]
         known = (rate for rate in self.kernels if rate.name == kernel.split("+")[0])
         return next(known, min(self.kernels, key=lambda rate: rate.backward_tflops))
-
-
-def _machine(name: str, memory_gib: float, kernels: tuple[KernelRate, ...], **rates: float) -> Machine:
-    return Machine(name, round(memory_gib * GIB), kernels=kernels, **rates)
-
-
-_HOPPER = (
-    KernelRate("fa4", 648, 610),
-    KernelRate("cudnn", 567, 534),
-    KernelRate("fa3", 620, 540),
-    KernelRate("aten-flash", 326, 326, expands=True),
-    KernelRate("fa2", 326, 326, expands=True),
-)
-
-MACHINES: Mapping[str, Machine] = MappingProxyType(
-    {
-        machine.name: machine
-        for machine in (
-            _machine(
-                "h200", 139.0, _HOPPER, peak_tflops=989, gemm_tflops=756, memory_gbs=4000, host_gbs=55, link_gbs=300,
-                network_gbs=45,
-            ),
-            _machine(
-                "h100-80g", 79.1, _HOPPER, peak_tflops=989, gemm_tflops=700, memory_gbs=2800, host_gbs=50,
-                link_gbs=300, network_gbs=45,
-            ),
-            _machine(
-                "a100-80g",
-                79.1,
-                (KernelRate("fa2", 200, 170, expands=True), KernelRate("aten-flash", 190, 160, expands=True)),
-                peak_tflops=312, gemm_tflops=260, memory_gbs=1700, host_gbs=24, link_gbs=200, network_gbs=22,
-            ),
-            _machine(
-                "b200",
-                178.0,
-                (KernelRate("fa4", 1400, 1000), KernelRate("cudnn", 1300, 950)),
-                peak_tflops=2250, gemm_tflops=1600, memory_gbs=6500, host_gbs=55, link_gbs=600, network_gbs=45,
-            ),
-            _machine(
-                "cpu", 64.0, (KernelRate("cpu", 0.03, 0.03),),
-                peak_tflops=0.2, gemm_tflops=0.1, memory_gbs=10, host_gbs=10, link_gbs=2, network_gbs=1,
-            ),
-        )
-    }
-)  # fmt: skip
-"""Machines by name.
-
-Measured here, on two H200 with torch 2.11: the h200's products, fa4, cudnn and aten-flash, host copies and links.
-h100-80g has the same cores at less power and an older memory: its attention rates are the h200's. fa3, a100-80g and
-b200 are derived from published figures (the FlashAttention papers and the makers' data sheets) and were not measured.
-cpu is a rough figure for two cores."""
 
 
 @dataclass(frozen=True)
@@ -149,31 +100,6 @@ class Cluster:
         if self.gpus <= self.node_gpus:
             return machine.link_gbs
         return min(machine.link_gbs, machine.network_gbs * self.node_gpus)
-
-
-def parse_gpus(text: str) -> tuple[int, Machine]:
-    """Read "2xH200" -> 2 and the machine; "H200" is one.
-
-    Raises:
-        ConfigError: it cannot be read, or the machine is not known.
-    """
-    match = re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z][a-z0-9-]*)", text.strip().lower())
-    if match is None or match[1] == "0":
-        raise ConfigError(f"GPUs are given as a number and a kind, such as 2xH200, got {text!r}.")
-    return int(match[1] or 1), find_machine(match[2])
-
-
-def find_machine(name: str) -> Machine:
-    """Return a machine by name, in any case; a memory size may be left out (h100 is h100-80g).
-
-    Raises:
-        ConfigError: there is none.
-    """
-    known = name.lower()
-    found = MACHINES.get(known) or next((m for key, m in MACHINES.items() if key.split("-")[0] == known), None)
-    if found is None:
-        raise ConfigError(f"There are no figures for a machine {name!r}; known are {', '.join(MACHINES)}.")
-    return found
 
 
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -70,15 +70,25 @@ class Plan:
             f"{self.ring_degree}, kernel {self.kernel}, loss {self.loss} ({'; '.join(self.reasons)})"
         )
 
-    def explain(self) -> str:
-        """Return the plan for people: one line, and one per further question that it answers."""
+    @property
+    def layers_keep(self) -> str:
+        """What layers keep, and in which tiles; empty where no length has been seen yet."""
+        return "" if self.memory is None else describe(self.memory)
+
+    def headlines(self) -> list[str]:
+        """Return what was decided for people, without bytes and seconds."""
         lines = [self.summary()]
         if self.kv_exchange is not None:
             lines.append(f"keys and values of the last batch: {self.kv_exchange}")
         if self.max_seq_len is not None:
             lines.append(f"longest row that fits: {self.max_seq_len:,} tokens")
         if self.memory is not None:
-            lines.append(f"rows of {self.seq_len:,} tokens: level {self.level}, {describe(self.memory)}")
+            lines.append(f"rows of {self.seq_len:,} tokens: level {self.level}, {self.layers_keep}")
+        return lines
+
+    def explain(self) -> str:
+        """Return the plan for people: one line, and one per further question that it answers."""
+        lines = self.headlines()
         for where, sizes in (("per GPU", self.gpu_bytes), ("on the host, per rank", self.host_bytes)):
             if sizes:
                 parts = sorted(sizes.items(), key=lambda item: -item[1])

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from longspan.plan.keep import Budget, Keep, Memory
-from longspan.plan.memory import MOVING_BYTES, Ledger, Moment, kept_bytes, moving_products
+from longspan.plan.memory import MOVING_BYTES, Ledger, kept_bytes, moving_products
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup
+from longspan.plan.stay import Stay
 
 
 @dataclass(frozen=True)
@@ -334,38 +335,11 @@ def choice_of(costs: Costs, ledger: Ledger, room: Room, runs: tuple[Run, ...], g
     seconds["attention"] = sum(sum(clock.attention_s(layer)) for layer in layers)
     seconds["layers"] = costs.plain_s[streamed] + sum(reversed(costs.graph_s[streamed:])) - seconds["attention"]
     seconds["recomputation"] = sum(costs.extra_s(run) for run in runs)
-    moment, kept, most = _fullest(costs, ledger, room, runs, graphs)
-    causes = dict(moment.causes)
-    on_gpu = kept if room.budget.gpu_bytes is None else min(kept, room.budget.gpu_bytes)
-    causes["kept by layers"] = on_gpu + sum(costs.graph[streamed:]) * (moment.layer is None or moment.layer >= streamed)
+    stay = Stay(costs, ledger, room.budget.gpu_bytes, runs, graphs)
+    causes = stay.fullest()
     causes["reserve"] = ledger.reserve
     host = dict(ledger.host)
     if room.budget.gpu_bytes is not None:
-        host["kept by layers"] = max(0.0, most - room.budget.gpu_bytes)
+        host["kept by layers"] = max(0.0, stay.most - room.budget.gpu_bytes)
         seconds["host copies"] = costs.copies_s(runs, room.budget.gpu_bytes)
     return Choice(setup, runs, graphs, sum(seconds.values()), seconds, causes, host, room.budget)
-
-
-def _fullest(
-    costs: Costs, ledger: Ledger, room: Room, runs: tuple[Run, ...], graphs: int
-) -> tuple[Moment, float, float]:
-    """Return the fullest moment, what streamed layers keep then, and the most that they ever keep."""
-    below = [0.0, *accumulate(costs.held(run) for run in runs)]
-    held = {i: below[n] + costs.states(run, i) for n, run in enumerate(runs) for i in range(run.start, run.stop)}
-    limit = math.inf if room.budget.gpu_bytes is None else room.budget.gpu_bytes
-    graph = sum(costs.graph[costs.count - graphs :])
-    moments = [m for m in ledger.moments if m.layer is None or m.layer in held]
-    if graphs:
-        moments.append(ledger.graph_backward(costs.count - 1))
-
-    def kept(moment: Moment) -> float:
-        if moment.layer is None:
-            return below[-1] if moment.name in ("forward", "loss", "norm") else 0.0
-        return held.get(moment.layer, below[-1])
-
-    def full(moment: Moment) -> float:
-        there = moment.name in ("forward", "loss", "norm") or (moment.layer or 0) >= costs.count - graphs > 0
-        return moment.total + min(kept(moment), limit) + graph * (there and graphs > 0)
-
-    fullest = max(moments, key=full)
-    return fullest, kept(fullest), max(below[-1], *held.values()) if held else below[-1]

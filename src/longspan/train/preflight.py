@@ -10,13 +10,15 @@ from longspan.config import RunConfig
 from longspan.engines import build_engine
 from longspan.errors import TopologyError
 from longspan.integrations.adapters import check_adapter
+from longspan.integrations.encoding import Encoder
 from longspan.integrations.models import check_fit, load_model_config
 from longspan.integrations.quantize import check_quantization
-from longspan.integrations.tokenizer import encode, load_tokenizer
+from longspan.integrations.tokenizer import load_tokenizer
 from longspan.optim import check_kind
 from longspan.plan.degrees import choose_degrees
 from longspan.train.checkpoint import check_output
 from longspan.train.data import Corpus, Report, read_corpus
+from longspan.train.loggers import check_loggers
 
 
 def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
@@ -26,6 +28,7 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
         LongspanError: the first of them that cannot work.
     """
     check_output(Path(config.output_dir), config.overwrite or config.resume)
+    check_loggers(config.logging)
     check_kind(config.optimizer.kind)
     engine = build_engine(
         config.engine, world_size, None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
@@ -49,7 +52,7 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
     choose_degrees(
         text.num_attention_heads, kv_heads, size, ulysses=config.ulysses_degree, ring=config.ring_degree
     )  # raises where the heads cannot serve the degrees
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    corpus, report = read_corpus(config.data, config.sequence_length, lambda text: encode(tokenizer, text))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
+    corpus, report = read_corpus(config.data, config.sequence_length, Encoder(tokenizer, config.data.targets))
     check_fit(model_config, max(corpus.lengths_tokens), int(corpus.tokens.max()))
     return corpus, report

@@ -62,6 +62,7 @@ def identity(config: RunConfig, corpus: Corpus, engine: str, processes: int) -> 
         "optimizer.kind": config.optimizer.kind,
         "sequence_length": config.sequence_length,
         "data.packing": config.data.packing,
+        "data.packing_strategy": config.data.packing_strategy,
         "data.shuffle": config.data.shuffle,
         "seed": config.seed,
         "the data": digest.hexdigest(),

@@ -126,7 +126,7 @@ def _serves(config: RunConfig, kind: str) -> bool:
 def _fewer(config: RunConfig, task: Task) -> int:
     """Return a length that fits with room to spare."""
     less = replace(task, cluster=replace(task.cluster, gpu_bytes=int(_LEFT * task.cluster.gpu_bytes)))
-    longest = less.longest() if config.sequence_length > 1024 else 0
+    longest = less.longest if config.sequence_length > 1024 else 0
     return min(longest or config.sequence_length, max(1, config.sequence_length * 3 // 4))
 
 

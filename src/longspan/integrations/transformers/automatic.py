@@ -22,7 +22,8 @@ from longspan.plan.decide import Task, plan_of
 from longspan.plan.degrees import Degrees
 from longspan.plan.keep import Budget, Keep, Memory
 from longspan.plan.kept import Operands
-from longspan.plan.machine import MACHINES, Cluster, Machine
+from longspan.plan.library import find_machine, machine_of
+from longspan.plan.machine import Cluster, Machine
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.plan import Plan, describe
 from longspan.plan.runs import Costs
@@ -53,7 +54,9 @@ class Place:
     def agreed(cls, device: torch.device, mesh: Mesh) -> Place:
         """Look at this process's device and node, and take the smallest of all ranks.
 
-        Cost: one all-reduce of two numbers over the world axis.
+        All take the first one's figures of the machine, as files of a user's own may differ between hosts.
+
+        Cost: one all-reduce of two numbers, and one broadcast of the figures, over the world axis.
         """
         seen = cls.seen(device, mesh)
         if mesh.world.size == 1:
@@ -61,7 +64,9 @@ class Place:
         both = torch.tensor([seen.device_bytes, seen.host_bytes], device=mesh.device_type)
         dist.all_reduce(both, dist.ReduceOp.MIN, group=mesh.world.group)
         own, host = both.tolist()
-        return replace(seen, device_bytes=own, host_bytes=host)
+        machine = [seen.machine]
+        dist.broadcast_object_list(machine, group=mesh.world.group, group_src=0)
+        return replace(seen, machine=machine[0], device_bytes=own, host_bytes=host)
 
     @classmethod
     def seen(cls, device: torch.device, mesh: Mesh) -> Place:
@@ -240,12 +245,14 @@ def _plain_fits(setup: Setup) -> bool:
 
 
 def _machine(device: torch.device) -> Machine:
-    """Return the figures of a device; those of an H100 where its kind is not known."""
+    """Return the figures of a device; those of an H100, and a word about it, where its kind is not known."""
     if device.type != "cuda":
-        return MACHINES["cpu"]
-    name = torch.cuda.get_device_name(device).lower()
-    known = (machine for key, machine in MACHINES.items() if key.split("-")[0] in name)
-    return next(known, MACHINES["h100-80g"])
+        return find_machine("cpu")
+    name = torch.cuda.get_device_name(device)
+    known = machine_of(name)
+    if known is None:
+        tell(f"longspan: no figures for {name}: planned as an H100; `longspan plan --calibrate` measures it")
+    return known or find_machine("h100-80g")
 
 
 def _host_bytes(seen: int) -> int:
