@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from longspan.cli import failures
+from longspan.cli.rendezvous import shared_store
 from longspan.config import RunConfig
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, LongspanError, TrainingError
@@ -221,12 +222,12 @@ def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO, data: str) -
 @contextmanager
 def _process_group(device: torch.device, config: RunConfig, **rendezvous: Any) -> Iterator[None]:
     """Be part of the default process group; without a rendezvous, of the one that the environment names."""
-    on_gpu = device.type == "cuda"
+    on_gpu, timeout = device.type == "cuda", patience(config.faults.timeout_minutes * 60)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         device_id=device if on_gpu else None,
-        timeout=patience(config.faults.timeout_minutes * 60),
-        **rendezvous,
+        timeout=timeout,
+        **(rendezvous or shared_store(timeout)),
     )
     ended = False
     try:
