@@ -8,8 +8,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from longspan.errors import TrainingError
 
@@ -31,7 +30,7 @@ def shared_store(timeout: timedelta) -> dict[str, Any]:
     return {"store": meet(store, rank, world_size, timeout), "rank": rank, "world_size": world_size}
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a part of a store that is new, and the same for all processes that are alive.
 
     Each process says hello under a name that only it has; the first one answers with a name for all, again and again
