@@ -217,6 +217,27 @@ def token_scores(
     return logps, entropies.detach(), hits.detach()
 
 
+@torch.no_grad()
+def greedy_scores(
+    hidden: Tensor, head: Head | nn.Module | Tensor, shift_labels: Tensor, options: LossOptions = _DEFAULT
+) -> tuple[Tensor, Tensor]:
+    """Compute the log-probability of a few targets, and whether greedy decoding picks them, without gradient.
+
+    Args:
+        hidden, head, shift_labels, options: as in `token_logps`.
+
+    Returns:
+        Log-probabilities, and 1 where the target is the most likely token, else 0; both [B, s], 0 where ignored.
+
+    Cost: only tokens with a target get logits. One host sync.
+    """
+    flat, labels = _flatten(hidden, shift_labels)
+    at = (labels != options.ignore_index).nonzero()[:, 0]
+    logps, _, hits = token_scores(flat[at], head, labels[at], options)
+    logps, hits = (x.new_zeros(len(labels)).index_copy(0, at, x).view(shift_labels.shape) for x in (logps, hits))
+    return logps, hits
+
+
 def reduce_loss(
     loss: Tensor,
     shift_labels: Tensor,

@@ -2,98 +2,35 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 import yaml
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from launched import launched
-from longspan.config import RunConfig, parse_config
+from longspan.config import RunConfig
 from longspan.errors import ConfigError, TrainingError
-from longspan.train import loop
-from longspan.train.data import Corpus
-from longspan.train.progress import Progress
+from longspan.train import state, writing
+from longspan.train.checkpoints import Checkpoints
+from longspan.train.writing import Writing
 from pool import RunRanks
+from runs import STEPS, config_of, result, run
 
 pytestmark = pytest.mark.dist
 
-STEPS = 6
 LORA = {"kind": "lora", "rank": 3, "dropout": 0.3}
-
-
-class Killed(Exception):
-    """Stands for the end of a process."""
-
-
-def corpus() -> Corpus:
-    lengths = torch.randint(9, 40, (23,), generator=torch.Generator().manual_seed(1))
-    tokens = torch.randint(0, 257, (int(lengths.sum()),), generator=torch.Generator().manual_seed(2))
-    return Corpus(tokens.int(), None, torch.cat([torch.zeros(1).long(), lengths.cumsum(0)]))
-
-
-def config_of(folder: str, **changes: Any) -> RunConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 257}
-    values: dict[str, Any] = {
-        "model": {"name": "tiny-llama", "init": "random", "overrides": sizes},
-        "data": {"files": "a"},
-        "sequence_length": 64,
-        "max_steps": STEPS,
-        "optimizer": {"lr": 3e-3, "weight_decay": 0.1},
-        "schedule": {"kind": "cosine", "warmup_steps": 2},
-        "gradient_accumulation_steps": 2,
-        "sequence_parallel_size": 2,
-        "engine": "fsdp2",
-        "output_dir": folder,
-        "save": {"every": 2, "keep": 2},
-    }
-    return parse_config({**values, **changes})
-
-
-def run(config: RunConfig, killed_in: int = 0, stopped_in: int = 0) -> tuple[int, str]:
-    """Train in this process; return the last step, and what was told. The process dies, or gets SIGTERM, in a step."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    told, plain = io.StringIO(), loop._run_step
-
-    def step(trainee: Any, data: Any, number: int, *rest: Any) -> Any:
-        if number == killed_in:
-            raise Killed
-        if number == stopped_in and rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(trainee, data, number, *rest)
-
-    with ExitStack() as stack:
-        if config.engine.startswith("zero"):
-            stack.enter_context(launched())
-        stack.enter_context(patch.object(loop, "_run_step", step))
-        try:
-            last = loop.train(config, corpus(), torch.device("cpu"), None if rank else Progress(told, STEPS))
-        except Killed:
-            last = killed_in - 1
-    return last, told.getvalue()
-
-
-def result(folder: str) -> tuple[list[Any], dict[str, bytes]]:
-    """Return what a run has recorded of each step, and its saved model."""
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    rows = [[json.loads(line)[name] for name in ("step", "loss", "grad_norm", "lr", "tokens")] for line in lines]
-    return rows, {path.name: path.read_bytes() for path in sorted((Path(folder) / "model").glob("*.safetensors"))}
-
 
 KINDS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
@@ -129,10 +66,12 @@ def test_a_killed_run_goes_on_to_the_bit(run_ranks: RunRanks, tmp_path: Path, ki
 def test_one_process_goes_on(tmp_path: Path) -> None:
     """Without a process group; stepping inside backward clips by the step before, which is saved too."""
     inside = {"step_in_backward": True, "clip": "previous", "max_grad_norm": 0.5, "lr": 3e-3}
-    for name, optimizer in (("plain", {"lr": 3e-3}), ("inside", inside)):
+    for name, optimizer in (("plain", {"lr": 3e-3}), ("inside", inside), ("float64", inside)):
         whole, cut = str(tmp_path / name / "whole"), str(tmp_path / name / "cut")
         changes: dict[str, Any] = {"engine": "single", "sequence_parallel_size": 1, "optimizer": optimizer}
         changes["gradient_accumulation_steps"] = 1
+        if name == "float64":
+            changes["model"] = {**config_of(whole).model.model_dump(), "dtype": "float64"}
         run(config_of(whole, **changes))
         run(config_of(cut, **changes), 4)
         assert run(config_of(cut, **changes, resume=True))[0] == STEPS
@@ -231,14 +170,15 @@ def test_another_run_is_not_gone_on_with(run_ranks: RunRanks, tmp_path: Path) ->
 
 def full_disk(folder: str) -> tuple[str, list[str]]:
     """Save step 2; at step 4 one process finds its disk full."""
-    plain = loop.write_state
+    plain = Writing._write
 
-    def write(*args: Any) -> None:
-        plain(*args)
-        if "00000004" in str(args[0]) and dist.get_rank() == 1:
-            raise OSError(28, "No space left on device")
+    def write(writing: Writing) -> None:
+        if "00000004" in str(writing._writer.path) and dist.get_rank() == 1:
+            writing._written.set_exception(OSError(28, "No space left on device"))
+        else:
+            plain(writing)
 
-    with patch.object(loop, "write_state", write):
+    with patch.object(Writing, "_write", write):
         said = refused(config_of(folder))
     return said, sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
 
@@ -248,6 +188,37 @@ def test_a_full_disk_leaves_the_last_checkpoint(run_ranks: RunRanks, tmp_path: P
         assert "process 1 says OSError" in said and "No space left" in said
         assert "step-00000002" in names and "step-00000004" not in names
     (last, told), _ = run_ranks(2, run, config_of(str(tmp_path / "run"), resume=True))
+    assert last == STEPS and "going on after step 2" in told
+
+
+PLACES = {
+    "plan": (Writing, "_plan", 1),
+    "copy": (writing._Planner, "stage", 1),
+    "look": (Checkpoints, "_latest", 0),
+    "read": (state, "_vessels", 1),
+    "take": (state, "_take", 1),
+    "table": (Writing, "complete", 0),
+}
+
+
+def failing(config: RunConfig, place: str) -> str:
+    """Train; one process fails where the others go on to a collective."""
+    holder, name, rank = PLACES[place]
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with patch.object(holder, name, broken) if dist.get_rank() == rank else nullcontext():
+        return refused(config)
+
+
+def test_where_one_process_fails_none_waits(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    run_ranks(2, run, config_of(folder, max_steps=2))
+    for place, (*_, rank) in PLACES.items():
+        for said in run_ranks(2, failing, config_of(folder, resume=True), place):
+            assert f"process {rank} says OSError: [Errno 5]" in said, place
+    (last, told), _ = run_ranks(2, run, config_of(folder, resume=True))
     assert last == STEPS and "going on after step 2" in told
 
 

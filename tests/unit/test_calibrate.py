@@ -57,3 +57,15 @@ def test_a_product_counts_its_flops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_that_are_not_there() -> None:
     with pytest.raises(TopologyError, match="this host has no GPU" if not torch.cuda.is_available() else ""):
         calibrate("99xH200", io.StringIO())
+
+
+@pytest.mark.slow
+def test_a_plan_is_held_against_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "OWN_FILE", tmp_path / "machines.yaml")
+    monkeypatch.setattr("longspan.cli.calibrate.CalibrationJob.small", True)
+    flags = ("--gpus", "cpu", "--host-memory", "8GiB", "--seq-len", "512", "--engine", "single", "--calibrate")
+    code, out, _ = run("--model", "tiny-llama", *flags, "--json")
+    assert code == 0
+    made = json.loads(out)
+    assert made["measured"]["peak_gib"] > 0 and made["measured"]["seconds"] > 0
+    assert made["measured"]["peak_gib"] == pytest.approx(made["measured"]["predicted_gib"], rel=0.5)  # of a tiny model

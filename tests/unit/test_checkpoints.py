@@ -11,18 +11,31 @@ from unittest.mock import patch
 import pytest
 
 from longspan.train import checkpoints
+from longspan.train.agreement import Agreement
 from longspan.train.checkpoints import Checkpoints
 
 
-def write(folder: Path) -> None:
-    (folder / "engine" / "tag").mkdir(parents=True)
-    (folder / "engine" / "tag" / "weights").write_text("weights")
+class Written:
+    """A part that is on the disk at once."""
+
+    busy = False
+
+    def __init__(self, folder: Path, agree: Agreement) -> None:
+        (folder / "engine" / "tag").mkdir(parents=True)
+        (folder / "engine" / "tag" / "weights").write_text("weights")
+
+    def result(self) -> None:
+        pass
+
+    def complete(self, results: list[Any]) -> None:
+        assert results == [None]
 
 
-def save(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
-    saved = Checkpoints(folder, keep)
+def save(folder: Path, *steps: int, keep: int = 2, beside: tuple[Path, ...] = ()) -> Checkpoints:
+    saved = Checkpoints(folder, keep, beside)
     for step in steps:
-        saved.save(step, {}, write)
+        saved.begin(step, {}, Written)
+        saved.settle()
     return saved
 
 
@@ -77,11 +90,12 @@ def test_a_failed_removal_stops_no_run(tmp_path: Path, how: str, capsys: pytest.
 
 
 def test_all_folders_are_on_the_disk(tmp_path: Path) -> None:
-    """What a folder holds before the folder, and what names the checkpoints last."""
+    """What belongs to a checkpoint first, what a folder holds before it, and what names the checkpoints last."""
     flushed: list[str] = []
     with patch.object(checkpoints, "_flush", lambda path: flushed.append(str(Path(path).relative_to(tmp_path)))):
-        save(tmp_path / "out" / "checkpoints", 1)
+        (tmp_path / "metrics.jsonl").write_text("a row")
+        save(tmp_path / "out" / "checkpoints", 1, beside=(tmp_path / "metrics.jsonl", tmp_path / "none yet"))
     inside, home = "out/checkpoints/.step-00000001.partial", "out/checkpoints"
     below = [f"{inside}/engine/tag/weights", f"{inside}/engine/tag", f"{inside}/engine"]
-    assert flushed == [*below, f"{inside}/commit.json", inside, home, "out"]
+    assert flushed == ["metrics.jsonl", *below, f"{inside}/commit.json", inside, home, "out"]
     shutil.rmtree(tmp_path / "out")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from longspan import tiling
 from longspan.errors import BatchError, ConfigError, ModelError
-from longspan.loss import Head, LossOptions, tiled_loss, token_logps
+from longspan.loss import Head, LossOptions, greedy_scores, tiled_loss, token_logps
 
 B, S, D, V = 2, 13, 6, 17
 IGNORED = -100
@@ -339,3 +339,27 @@ def test_sharded_tensors_are_refused():
             Head.of(weight)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", ["plain", "softcap", "index"])
+def test_greedy_scores_are_those_of_whole_logits(options):
+    hidden, labels, head, _ = make()
+    ignored = OPTIONS[options].ignore_index
+    with torch.no_grad():
+        logits = OPTIONS[options].transform(head(hidden))
+        best = logits.argmax(-1)
+        labels[labels < 0] = ignored
+        labels[0, ::2] = best[0, ::2]
+        labels[:, 4:9] = ignored
+        wanted = labels != ignored
+        logps = logits.log_softmax(-1).gather(-1, labels.masked_fill(~wanted, 0)[..., None])[..., 0]
+    found, hits = greedy_scores(hidden, head, labels, OPTIONS[options])
+    assert not found.requires_grad and found.shape == hits.shape == labels.shape
+    assert torch.allclose(found, logps.where(wanted, 0.0), rtol=1e-12, atol=0)
+    assert torch.equal(hits, ((best == labels) & wanted).double())
+    assert 0 < hits.sum() < wanted.sum()
+    seen: list[int] = []
+    counted = Head(lambda tile: seen.append(tile.shape[1]) or head(tile), ())
+    greedy_scores(hidden, counted, labels, OPTIONS[options])
+    assert sum(seen) == int(wanted.sum()), "tokens without a target get no logits"
+    assert not greedy_scores(hidden, head, torch.full_like(labels, ignored), OPTIONS[options])[0].any()

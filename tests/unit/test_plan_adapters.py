@@ -24,8 +24,8 @@ from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger, Moment
 from longspan.plan.setup import Optimizer, Setup
 from longspan.stream.quantized import quantised, whole_weight
-from longspan.train.loop import assemble
 from longspan.train.metrics import model_work
+from longspan.train.trainee import assemble
 
 pytest.importorskip("peft")
 

@@ -62,6 +62,42 @@ def calibrate(gpus: str, stream: TextIO, small: bool = False) -> None:
     print(f"{kind} is described in {path}, which all plans take", file=stream, flush=True)
 
 
+def fitted(plan: Any, model: str, lora_rank: int | None, gpus: str, host_bytes: int) -> dict[str, Any]:
+    """Take one step as planned, of a model with random weights, in which attention runs in a few calls only.
+
+    Returns:
+        `peak_gib` and `predicted_gib` of tensors per device, and `seconds`, which most of attention is not in.
+
+    Raises:
+        TrainingError: it does not fit.
+        LongspanError: the plan's engine is not served, or the step is not exact.
+    """
+    import tempfile
+
+    from longspan.bench.results import DONE, Target
+    from longspan.bench.settings import AUTO, Asked, Setting, Work
+    from longspan.cli.bench_jobs import WorkJob
+    from longspan.errors import TrainingError
+    from longspan.plan.library import split_gpus
+
+    count, kind = split_gpus(gpus)
+    work = Work(
+        model,
+        count,
+        engine=plan.engine,
+        optimizer=plan.optimizer,
+        host_memory_bytes=host_bytes,
+        lora_rank=lora_rank,
+    )
+    asked = Asked(work, (Setting(AUTO, plan.seq_len),), fit=True)
+    with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
+        job = WorkJob(asked, Target(folder), None, "cpu" if kind == "cpu" else "cuda")
+        (row,) = start(job)["rows"]
+    if row["state"] != DONE:
+        raise TrainingError(f"The step that was to be measured did not end: {row['state']}.")
+    return {name: row[name] for name in ("peak_gib", "predicted_gib", "host_gib", "seconds")}
+
+
 def _known_name(kind: str) -> str:
     """Return the whole name of a machine that is known ("h100" is h100-80g), else the name itself."""
     from longspan.plan.library import find_machine

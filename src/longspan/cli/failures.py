@@ -29,6 +29,17 @@ def leave(folder: Path, rank: int, error: Exception) -> NoReturn:
     os._exit(1)
 
 
+def end(error: Exception) -> NoReturn:
+    """Say why this process, which torchrun started, fails, and end it at once; see `leave`."""
+    if isinstance(error, LongspanError):
+        print(f"Error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if isinstance(error, LongspanError) and isinstance(error, ValueError) else 1)
+
+
 def first(folder: Path) -> LongspanError | None:
     """Return the earliest error that a process left; None where none did."""
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("error-*.json")]

@@ -60,7 +60,8 @@ class Flags:
         bool,
         typer.Option(
             "--calibrate",
-            help="First measure the GPUs of this host (a minute), for this and all later plans. (default false)",
+            help="First measure the GPUs of this host (a minute), for this and all later plans; then take a step as "
+            "planned, of random weights, with little of attention. (default false)",
         ),
     ] = False
     json_: Annotated[
@@ -90,6 +91,7 @@ def plan(**flags: Any) -> None:
 
         calibrate(given.gpus, sys.stderr)
     plans = run(given, lengths)
+    steps = [_fitted(given, made) for made in plans] if given.calibrate else []
     if given.yaml_:
         from longspan.cli.plan_yaml import run_yaml
         from longspan.plan.library import parse_gpus
@@ -97,9 +99,15 @@ def plan(**flags: Any) -> None:
         count, machine = parse_gpus(given.gpus)
         print(run_yaml(plans[0], given.model, _adapter(given), count if machine.on_gpu else None), end="")
     elif given.json_:
-        print(json.dumps(plans[0].to_json() if len(plans) == 1 else [made.to_json() for made in plans]))
+        told = [made.to_json() for made in plans]
+        for made, step in zip(told, steps, strict=False):
+            made["measured"] = step
+        print(json.dumps(told[0] if len(told) == 1 else told))
     else:
         _show(plans)
+        for made, step in zip(plans, steps, strict=False):
+            gib, expected = step["peak_gib"], step["predicted_gib"]
+            print(f"measured at {made.seq_len:,} tokens: {gib} GiB of tensors, predicted {expected}")
 
 
 def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
@@ -147,6 +155,14 @@ def _adapter(flags: Flags) -> Any:
             raise ConfigError("--lora-targets names modules for adapters of a --lora-rank: give that too.")
         return None
     return AdapterConfig(kind="lora", rank=flags.lora_rank, target_modules=tuple(flags.lora_targets.split(",")))
+
+
+def _fitted(flags: Flags, made: Any) -> dict[str, Any]:
+    from longspan.cli.calibrate import fitted
+    from longspan.plan.machine import parse_bytes
+
+    host_bytes = 0 if flags.host_memory is None else parse_bytes(flags.host_memory)
+    return fitted(made, flags.model, flags.lora_rank, flags.gpus, host_bytes)
 
 
 def _show(plans: list[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -48,7 +48,7 @@ def causes_table(plan: Plan) -> Table:
     return table
 
 
-def _by_size(numbers: dict[str, int] | dict[str, float]) -> Iterable[str]:
+def _by_size(numbers: Mapping[str, float]) -> Iterable[str]:
     return sorted(numbers, key=lambda cause: -numbers[cause])
 
 

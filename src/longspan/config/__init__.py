@@ -1,10 +1,11 @@
 """The settings of a run: their schema, and how they are read from a file and the command line."""
 
 from longspan.config.data import DataConfig, InspectConfig
-from longspan.config.load import load_config, load_inspect_config, parse_config
+from longspan.config.faults import FaultsConfig
+from longspan.config.load import expand_placeholders, load_config, load_inspect_config, parse_config
+from longspan.config.logging import LoggingConfig
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
 from longspan.config.schema import (
-    LoggingConfig,
     MemoryConfig,
     OptimizerConfig,
     RunConfig,
@@ -17,6 +18,7 @@ from longspan.config.settings import Setting, settings
 __all__ = [
     "AdapterConfig",
     "DataConfig",
+    "FaultsConfig",
     "InspectConfig",
     "LoggingConfig",
     "MemoryConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "SaveConfig",
     "ScheduleConfig",
     "Setting",
+    "expand_placeholders",
     "load_config",
     "load_inspect_config",
     "parse_config",

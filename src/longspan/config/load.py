@@ -85,7 +85,8 @@ def _validate(schema: type[S], values: dict[str, Any], overrides: Mapping[Keys, 
         config = schema.model_validate(values)
     except ValidationError as error:
         raise _explain(error, origins) from None
-    files = tuple(_expand(text, origins) for text in config.data.files)
+    place = origins.of(("data", "files"))
+    files = tuple(expand_placeholders(text, f"data.files{place}") for text in config.data.files)
     return config.model_copy(update={"data": config.data.model_copy(update={"files": files})})
 
 
@@ -145,12 +146,19 @@ def _override(values: dict[str, Any], path: Keys, value: Any, origins: Origins) 
     values[path[-1]] = value
 
 
-def _expand(text: str, origins: Origins) -> str:
+def expand_placeholders(text: str, setting: str) -> str:
+    """Replace ${stdlib} by the folder of Python's standard library.
+
+    Args:
+        setting: what the text is the value of, for the error.
+
+    Raises:
+        ConfigError: another placeholder.
+    """
     known = {"stdlib": sysconfig.get_path("stdlib")}
     for name in _PLACEHOLDER.findall(text):
         if name not in known:
-            place = origins.of(("data", "files"))
-            raise ConfigError(f"data.files{place}: ${{{name}}} means nothing; the only placeholder is ${{stdlib}}.")
+            raise ConfigError(f"{setting}: ${{{name}}} means nothing; the only placeholder is ${{stdlib}}.")
     return _PLACEHOLDER.sub(lambda match: known[match[1]], text)
 
 

@@ -7,6 +7,8 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from longspan.config.data import DataConfig
+from longspan.config.faults import FaultsConfig
+from longspan.config.logging import LoggingConfig
 from longspan.config.model import AdapterConfig, ModelConfig
 from longspan.config.section import Float, Int, Rate, Section, Size
 from longspan.config.section import field as _field
@@ -88,12 +90,6 @@ class ScheduleConfig(Section):
     )
 
 
-class LoggingConfig(Section):
-    """What is shown while training; metrics.jsonl gets every step all the same."""
-
-    every: Int = _field("Show every n-th step.", 1, unit="steps", example=10, ge=1)
-
-
 class SaveConfig(Section):
     """What is kept."""
 
@@ -107,6 +103,12 @@ class SaveConfig(Section):
         ge=1,
     )
     keep: Int = _field("Checkpoints that stay; older ones are removed.", 2, unit="checkpoints", example=2, ge=1)
+    asynchronous: bool = _field(
+        "Copy the state to host memory and write it while training goes on, for one more copy of it there; false: "
+        "training waits. DeepSpeed's engines always wait.",
+        True,
+        example=False,
+    )
 
 
 class RunConfig(Section):
@@ -170,6 +172,7 @@ class RunConfig(Section):
     )
     logging: LoggingConfig = LoggingConfig()
     save: SaveConfig = SaveConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -203,6 +206,7 @@ class RunConfig(Section):
         if self.model.quantization == "int8" and self.model.dtype == "float64":
             raise ValueError("model.quantization int8 knows no float64: set model.dtype to float32 or bfloat16")
         self._check_optimizer()
+        self._check_skipping()
         if self.resume and self.overwrite:
             raise ValueError("resume goes on from what overwrite replaces: set one of them")
         if self.optimizer.kind == "adamw8bit" and (self.resume or self.save.every is not None):
@@ -244,6 +248,20 @@ class RunConfig(Section):
             raise ValueError(
                 "optimizer.step_in_backward is for engine single with one process, where no gradient is reduced after "
                 "backward: set engine: single, sequence_parallel_size: 1 and no compute_dtype, or turn it off"
+            )
+
+    def _check_skipping(self) -> None:
+        if self.faults.on_nonfinite == "stop":
+            return
+        if self.optimizer.step_in_backward:
+            raise ValueError(
+                "faults.on_nonfinite: skip cannot leave out a step that step_in_backward has taken by the time its "
+                "norm is known: set it to stop, or turn optimizer.step_in_backward off"
+            )
+        if self.engine.startswith("zero-"):
+            raise ValueError(
+                f"faults.on_nonfinite: skip cannot leave out a step of engine {self.engine}, as DeepSpeed tells the "
+                "norm once it has stepped: set it to stop, or engine to fsdp2"
             )
 
     def _check_zero(self) -> None:

@@ -51,7 +51,7 @@ def merged_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     from peft import PeftModel
 
     tokenizer = load_tokenizer(str(folder))
-    model, seed = _base(folder)
+    model, seed = base_settings(folder)
     base = build_model(model, seed, tokenizer)
     if model.quantization != "none":
         quantize_layers(base, model.quantization, torch.device("cpu"))
@@ -67,8 +67,12 @@ def merged_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return merged.to(getattr(torch, model.dtype)), tokenizer
 
 
-def _base(folder: Path) -> tuple[ModelConfig, int]:
-    """Return the settings of the base model, and the seed of random weights."""
+def base_settings(folder: Path) -> tuple[ModelConfig, int]:
+    """Return the settings of the model that adapters belong to, and the seed of random weights.
+
+    Raises:
+        ConfigError: the adapters do not say which model that is.
+    """
     if (folder / BASE).is_file():
         known = json.loads((folder / BASE).read_text(encoding="utf-8"))
         return ModelConfig.model_validate(known["model"]), known["seed"]

@@ -8,16 +8,13 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch.distributed as dist
-
-from longspan.errors import TrainingError
 from longspan.once import is_first
+from longspan.train.agreement import Agreement
 
 _COMMIT = "commit.json"
 _GONE = ".gone.partial"
@@ -37,58 +34,113 @@ class Saved:
     about: dict[str, Any]
 
 
+class Part(Protocol):
+    """What all processes are writing into the folder of a checkpoint."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether this process is still writing."""
+        ...
+
+    def result(self) -> Any:
+        """Wait until this process has written; raise what stood in its way."""
+        ...
+
+    def complete(self, results: list[Any]) -> None:
+        """Write, on the first process, what needs the results of all."""
+        ...
+
+
 @dataclass(frozen=True)
+class _Flight:
+    """A checkpoint that is being written."""
+
+    folder: Path
+    partial: Path
+    about: dict[str, Any]
+    part: Part
+    agree: Agreement
+
+
 class Checkpoints:
     """Folders `step-00000123` on a disk that all processes share; every method is collective.
 
-    A checkpoint is written under another name. Once all processes are done, the first one lists its files with their
-    sizes in `commit.json` and renames the folder, so a folder without that list, or with a file of another size, is
-    none: the run was killed, or the disk lost something.
+    A checkpoint is written under another name, and if its `Part` can, while the caller goes on. Once all processes are
+    done, `settle` has the first one list its files with their sizes in `commit.json` and rename the folder, so a folder
+    without that list, or with a file of another size, is none: the run was killed, or the disk lost something.
 
     Args:
         keep: how many stay.
+        beside: files that belong to what a checkpoint says, and are on the disk before it counts.
     """
 
-    folder: Path
-    keep: int
+    def __init__(self, folder: Path, keep: int, beside: tuple[Path, ...] = ()) -> None:
+        self.folder, self.keep, self._beside = folder, keep, beside
+        self._flight: _Flight | None = None
 
-    def save(self, step: int, about: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Let all processes `write` to a folder, commit it, and remove the oldest of more than `keep` that are whole.
-
-        A checkpoint that cannot be removed stops no run: stderr hears of it.
+    def begin(self, step: int, about: dict[str, Any], write: Callable[[Path, Agreement], Part]) -> None:
+        """Let all processes begin to `write` to a folder; the one before is settled first.
 
         Raises:
             TrainingError: some process could not; earlier checkpoints are as they were.
         """
+        self.settle()
         name = f"step-{step:08}"
         partial = self.folder / f".{name}.partial"
-        with _together(self.folder / name):
-            if is_first():
-                self._sweep()
-                partial.mkdir(parents=True)
-        with _together(self.folder / name):
-            write(partial)
-        with _together(self.folder / name):
-            if is_first():
-                _commit(partial, self.folder / name, {**about, "step": step})
-                try:
-                    self._thin(self.folder / name)
-                except OSError as error:
-                    print(f"longspan: old checkpoints in {self.folder} are not removed: {error}", file=sys.stderr)
+        agree = Agreement(f"write checkpoint {self.folder / name}", "Earlier checkpoints are as they were.")
+        agree(lambda: self._make(partial) if is_first() else None)
+        self._flight = _Flight(self.folder / name, partial, {**about, "step": step}, write(partial, agree), agree)
+
+    @property
+    def busy(self) -> bool:
+        """Whether this process is still writing one, so that `settle` would wait."""
+        return self._flight is not None and self._flight.part.busy
+
+    def settle(self) -> None:
+        """Commit what `begin` began, once all have written; remove the oldest of more than `keep` that are whole.
+
+        A checkpoint that cannot be removed stops no run: stderr hears of it.
+
+        Raises:
+            TrainingError: some process could not write; earlier checkpoints are as they were.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        results = flight.agree(flight.part.result)
+        flight.agree(lambda: self._finish(flight, results) if is_first() else None)
 
     def latest(self, tell: Callable[[str], None]) -> Saved | None:
-        """Return the last checkpoint that is whole; `tell` hears of later ones that are not, on the first process."""
-        found: list[Any] = [None]
-        if is_first():
-            for folder in self._folders():
-                problem, about = _examine(folder)
-                if problem is None:
-                    found = [Saved(folder, int(about["step"]), about)]
-                    break
-                tell(f"checkpoint {folder.name} is left out: {problem}")
-        if dist.is_initialized():
-            dist.broadcast_object_list(found, src=0)
-        return found[0]
+        """Return the last checkpoint that is whole; `tell` hears of later ones that are not, on the first process.
+
+        Raises:
+            TrainingError: the first process cannot look.
+        """
+        agree = Agreement(f"look for checkpoints in {self.folder}", "See that all processes can read it.")
+        return agree(lambda: self._latest(tell) if is_first() else None)[0]
+
+    def _latest(self, tell: Callable[[str], None]) -> Saved | None:
+        for folder in self._folders():
+            problem, about = _examine(folder)
+            if problem is None:
+                return Saved(folder, int(about["step"]), about)
+            tell(f"checkpoint {folder.name} is left out: {problem}")
+        return None
+
+    def _make(self, partial: Path) -> None:
+        self._sweep()
+        partial.mkdir(parents=True)
+
+    def _finish(self, flight: _Flight, results: list[Any]) -> None:
+        flight.part.complete(results)
+        for path in self._beside:
+            if path.exists():
+                _flush(path)
+        _commit(flight.partial, flight.folder, flight.about)
+        try:
+            self._thin(flight.folder)
+        except OSError as error:
+            print(f"longspan: old checkpoints in {self.folder} are not removed: {error}", file=sys.stderr)
 
     def _folders(self) -> list[Path]:
         """Return the checkpoints, the latest first."""
@@ -110,25 +162,6 @@ class Checkpoints:
         """Remove what earlier attempts left; what cannot be removed is tried again at the next checkpoint."""
         for path in self.folder.glob(".*.partial"):
             shutil.rmtree(path, ignore_errors=path.name.endswith(_GONE))
-
-
-@contextmanager
-def _together(path: Path) -> Iterator[None]:
-    """Surround a part of writing a checkpoint that all processes take: where one fails, all raise."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    problems = [None if error is None else f"{type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        mine, problems = problems[0], [None] * dist.get_world_size()
-        dist.all_gather_object(problems, mine)
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise TrainingError(
-                f"Cannot write checkpoint {path}: process {rank} says {problem}. Earlier checkpoints are as they were."
-            ) from error
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from longspan.engines import Zero
 from longspan.errors import TrainingError
 from longspan.optim.host import empty_state
 from longspan.optim.stepping import Stepping
+from longspan.train.agreement import Agreement
+from longspan.train.writing import Writing
 
 _ENGINE = "engine"
+
+_UNREAD = (
+    "It is of another model or optimizer, or damaged: remove it to go on from the one before, or begin anew in another "
+    "output_dir."
+)
 
 # What tables of tensors are made of; not BytesStorageMetadata, whose values torch unpickles whatever they hold.
 _PARTS = {("torch", "Size"), ("torch.serialization", "_get_layout")}
@@ -40,17 +46,31 @@ _PARTS |= {
 }
 
 
-def write_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, device: torch.device) -> None:
-    """Write this process's part of a checkpoint. Collective.
+def write_state(
+    folder: Path,
+    model: nn.Module,
+    engine: Any,
+    stepping: Stepping,
+    device: torch.device,
+    agree: Agreement,
+    *,
+    background: bool = False,
+) -> Writing:
+    """Begin to write this process's part of a checkpoint. Collective.
 
-    Cost: a copy on the host of what this process holds, a tensor at a time; DeepSpeed's engines write all of theirs.
+    Args:
+        background: see `Writing`; DeepSpeed's engines write all of theirs here and now.
+
+    Cost: a copy on the host of what this process writes, in the background all of it, else a tensor at a time.
     """
-    state: dict[str, Any] = _numbers(device)
-    if isinstance(engine, Zero):
+    zero = isinstance(engine, Zero)
+    if zero:
         engine.save(folder / _ENGINE, {})
-    else:
-        state |= _weights(model) | _optimizer(model, stepping.optimizer, None) | stepping.carried()
-    save(state, storage_writer=FileSystemWriter(str(folder)))
+
+    def state() -> dict[str, Tensor]:
+        return _numbers(device) | ({} if zero else _trained(model, stepping))
+
+    return Writing(folder, state, agree, background=background and not zero)
 
 
 def read_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, device: torch.device) -> None:
@@ -61,32 +81,54 @@ def read_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, 
     Raises:
         TrainingError: it is of another model or optimizer, or damaged.
     """
-    reader = _Reader(str(folder))
+    agree = Agreement(f"read checkpoint {folder}", _UNREAD)
+    reader, zero = _Reader(str(folder)), isinstance(engine, Zero)
+    state: dict[str, Tensor] = {}
+    agree(lambda: state.update(_vessels(reader, model, None if zero else stepping, device)))
+    if zero:
+        engine.load(folder / _ENGINE)
     try:
-        known = reader.read_metadata().state_dict_metadata
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        saved = sum(name.endswith(".cpu") and name.startswith("random.") for name in known)
-        state: dict[str, Any] = {n: t for n, t in _numbers(device, rank % max(1, saved)).items() if n in known}
-        if isinstance(engine, Zero):
-            engine.load(folder / _ENGINE)
-        else:
-            held = {n: t for n, t in _optimizer(model, stepping.optimizer, empty_state).items() if n in known}
-            carried = {name: torch.zeros(()) for name in known if name.startswith("stepping.")}
-            state |= _weights(model) | held | carried
-        load(state, storage_reader=reader)
+        load(cast(dict[str, Any], state), storage_reader=reader)
     except TrainingError:
         raise
     except Exception as error:
-        raise TrainingError(
-            f"Checkpoint {folder} cannot be read ({type(error).__name__}: {str(error)[:300]}). It is of another "
-            "model or optimizer, or damaged: remove it to go on from the one before, or begin anew in another "
-            "output_dir."
-        ) from error
-    if not isinstance(engine, Zero):
-        _give(model, stepping.optimizer, held)
-        stepping.carry(carried)
-    generators = [state[name] for name in sorted(state) if name.startswith("random.")]
-    _set_numbers(device, generators)
+        said = f"Checkpoint {folder} cannot be read ({type(error).__name__}: {str(error)[:300]}). {_UNREAD}"
+        raise TrainingError(said) from error
+    agree(lambda: _take(state, model, None if zero else stepping, device))
+
+
+def _trained(model: nn.Module, stepping: Stepping) -> dict[str, Tensor]:
+    """Return all that training moves, but for random numbers."""
+    return _weights(model) | _optimizer(model, stepping.optimizer, None) | stepping.carried()
+
+
+def _vessels(reader: _Reader, model: nn.Module, stepping: Stepping | None, device: torch.device) -> dict[str, Tensor]:
+    """Return tensors for a checkpoint to be read into.
+
+    Args:
+        stepping: None where the engine reads all but random numbers.
+    """
+    known = reader.read_metadata().state_dict_metadata
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    saved = sum(name.endswith(".cpu") and name.startswith("random.") for name in known)
+    numbers = {n: t for n, t in _numbers(device, rank % max(1, saved)).items() if n in known}
+    if stepping is None:
+        return numbers
+    held = {n: t for n, t in _optimizer(model, stepping.optimizer, empty_state).items() if n in known}
+    carried = {
+        name: torch.zeros((), dtype=entry.properties.dtype, device=device)
+        for name, entry in known.items()
+        if name.startswith("stepping.") and isinstance(entry, TensorStorageMetadata)
+    }
+    return numbers | _weights(model) | held | carried
+
+
+def _take(state: dict[str, Tensor], model: nn.Module, stepping: Stepping | None, device: torch.device) -> None:
+    """Go on from what has been read; weights have been read in place."""
+    if stepping is not None:
+        _give(model, stepping.optimizer, {n: t for n, t in state.items() if n.startswith("optimizer.")})
+        stepping.carry({n: t for n, t in state.items() if n.startswith("stepping.")})
+    set_numbers(device, [state[name] for name in sorted(state) if name.startswith("random.")])
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -131,20 +173,26 @@ def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[s
     return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
 
 
+def numbers(device: torch.device) -> list[Tensor]:
+    """Return the states of this process's generators, for `set_numbers`."""
+    return list(_numbers(device).values())
+
+
+def set_numbers(device: torch.device, states: list[Tensor]) -> None:
+    """Have random numbers go on from states: the host's, then the device's if it has its own."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
 def _numbers(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
-    """Return the states of a process's generators."""
+    """Return the states of a process's generators by the names they are saved under."""
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
     states = {f"random.{rank}.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states[f"random.{rank}.device"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def _set_numbers(device: torch.device, states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
 
 
 class _Reader(FileSystemReader):

@@ -251,10 +251,25 @@ class Applied:
 
         Cost: one forward pass; backward runs the head once more.
         """
-        asked = "logps_and_entropy" if entropy else "logps"
-        out = (model if model is not None else self.model)(**part, **{OUTPUT: asked}).logits
-        results = tuple(self.gather(t, part) if gather else t for t in out.unbind(-1))
+        results = self._per_token("logps_and_entropy" if entropy else "logps", part, gather, model)
         return (results[0], results[1]) if entropy else results[0]
+
+    @torch.no_grad()
+    def greedy_scores(
+        self, part: Mapping[str, Any], *, gather: bool = False, model: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of each target, and 1 where greedy decoding would pick it, else 0.
+
+        For few targets: only their tokens get logits. Arguments and shapes are those of `token_logps`.
+
+        Cost: one forward pass without gradients, in which layers keep nothing; one host sync.
+        """
+        logps, hits = self._per_token("greedy", part, gather, model)
+        return logps, hits
+
+    def _per_token(self, asked: str, part: Mapping[str, Any], gather: bool, model: Any) -> tuple[Tensor, ...]:
+        out = (model if model is not None else self.model)(**part, **{OUTPUT: asked}).logits
+        return tuple(self.gather(t, part) if gather else t for t in out.unbind(-1))
 
     def passage(self, shard: Shard, memory: Memory) -> Passage:
         """Return what the layers of a new forward pass keep, nothing yet."""

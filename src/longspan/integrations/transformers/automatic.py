@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -57,17 +58,24 @@ class Place:
 
         Cost: one all-reduce of two numbers, and one broadcast of the figures, over the world axis.
         """
+        seen = cls.seen(device, mesh)
+        if mesh.world.size == 1:
+            return seen
+        both = torch.tensor([seen.device_bytes, seen.host_bytes], device=mesh.device_type)
+        dist.all_reduce(both, dist.ReduceOp.MIN, group=mesh.world.group)
+        own, host = both.tolist()
+        machine = [seen.machine]
+        dist.broadcast_object_list(machine, group=mesh.world.group, group_src=0)
+        return replace(seen, machine=machine[0], device_bytes=own, host_bytes=host)
+
+    @classmethod
+    def seen(cls, device: torch.device, mesh: Mesh) -> Place:
+        """Look at this process's device and node alone."""
         on_gpu = device.type == "cuda"
         ranks = min(mesh.world.size, torch.cuda.device_count()) if on_gpu else mesh.world.size
         host = _host_bytes(psutil.virtual_memory().available if on_gpu else psutil.virtual_memory().total)
         own = torch.cuda.get_device_properties(device).total_memory if on_gpu else host // ranks
-        machine = [_machine(device)]
-        if mesh.world.size > 1:
-            both = torch.tensor([own, host], device=mesh.device_type)
-            dist.all_reduce(both, dist.ReduceOp.MIN, group=mesh.world.group)
-            own, host = both.tolist()
-            dist.broadcast_object_list(machine, group=mesh.world.group, group_src=0)
-        return cls(machine[0], own, host, ranks)
+        return cls(_machine(device), own, host, ranks)
 
 
 @dataclass
@@ -107,6 +115,12 @@ class Automatic:
         backend = "inductor" if parts.device.type == "cuda" else None
         return cls(Place.agreed(parts.device, mesh), mesh, operands, base, backend, parts.norm is not None)
 
+    @classmethod
+    def alone(cls, handle: Any, device: torch.device) -> Automatic:
+        """Plan for what this process sees, without asking the others, a model that was prepared without a plan."""
+        streams_norm = handle.parts.norm is not None
+        return cls(Place.seen(device, handle.mesh), handle.mesh, handle.operands, handle.plan, None, streams_norm)
+
     def expect(self, kind: str, in_backward: bool = False) -> None:
         """Plan for another optimizer than AdamW beside the parameters, from the next batch on.
 
@@ -140,12 +154,16 @@ class Automatic:
         Raises:
             ConfigError: nothing fits, with the numbers.
         """
-        sharded = any(map(weights.sharded, model.parameters()))
+        sharded = _sharded(model)
         key = (rows, tokens, sharded)
         if key not in self.plans:
             self.plans[key] = self._decide(self._task(model, sharded), rows, tokens)
             self._tell(self.plans[key])
         return self.plans[key]
+
+    def task(self, model: nn.Module) -> Task:
+        """Return what plans are made for, all but rows and their length."""
+        return self._task(model, _sharded(model))
 
     def _task(self, model: nn.Module, sharded: bool) -> Task:
         if sharded not in self.tasks:
@@ -206,6 +224,10 @@ class Automatic:
         self.told.add(way)
         lines = plan.explain().splitlines()[1:]
         tell("\n".join(["longspan:" + lines[0].removeprefix(" "), *lines[1:]]))
+
+
+def _sharded(model: nn.Module) -> bool:
+    return any(map(weights.sharded, model.parameters()))
 
 
 def _weight_bytes(model: nn.Module, shape: ModelShape) -> float:

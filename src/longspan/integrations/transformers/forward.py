@@ -20,7 +20,7 @@ from longspan.integrations.transformers.dropout import OwnDraws
 from longspan.integrations.transformers.objective import balance_loss, global_loss
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
 from longspan.kernels.fit import FitKernel
-from longspan.loss import Head, tiled_loss, token_logps, token_scores
+from longspan.loss import Head, greedy_scores, tiled_loss, token_logps, token_scores
 from longspan.mesh import Mesh
 from longspan.recurrent.call import Recurrence
 from longspan.stream.quantized import whole_weights
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from longspan.integrations.transformers.applied import Applied
     from longspan.integrations.transformers.vision import Seen
 
-Output = Literal["loss", "logps", "logps_and_entropy", "scores"]
+Output = Literal["loss", "logps", "logps_and_entropy", "scores", "greedy"]
 
 
 class ForwardCall:
@@ -307,6 +307,8 @@ class HeadForward:
             results = token_logps(hidden, head, labels, entropy=True, options=options)
         elif call.output == "scores" and labels is not None:
             results = token_scores(hidden, head, labels, options)
+        elif call.output == "greedy" and labels is not None:
+            results = greedy_scores(hidden, head, labels, options)
         elif self.applied.logits:
             logits = forward(hidden, *args, **kwargs)
             if labels is not None:

@@ -1,0 +1,1 @@
+"""What a model can do with long rows, measured by sharded forward passes."""
