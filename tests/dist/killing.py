@@ -181,7 +181,7 @@ def _rank(config: RunConfig, rank: int, store: str, log: Path, kill: Kill | None
         from longspan.train.progress import Progress
 
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, _WORLD), rank=rank, world_size=_WORLD, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=_WORLD, timeout=timedelta(seconds=60)
         )
         _hook(rank, kill, speak)
         if act:

@@ -83,6 +83,21 @@ def test_a_process_whose_peer_is_killed_says_so(attempt: Attempt, tmp_path: Path
     assert "Traceback" not in ended.told and "rank 0: TrainingError" in ended.told
 
 
+def die_while_building(rank: int, config: Any) -> None:
+    """Have the second process die before there is a model."""
+    from longspan.train import loop
+
+    if rank == 1:
+        loop.build_model = lambda *args: os.kill(os.getpid(), 9)
+
+
+def test_a_process_whose_peer_dies_early_says_so(attempt: Attempt, tmp_path: Path) -> None:
+    ended = attempt(config(tmp_path), act="test_faults:die_while_building")
+    assert ended.codes == (1, -9), ended.told
+    assert "In the beginning, building the model: another process is gone" in ended.told
+    assert "Traceback" not in ended.told
+
+
 def hang_in_backward(rank: int, config: Any) -> None:
     """Have the second process sleep in the backward pass of its third step, and the first one notice later."""
     from longspan.engines import FullyShardedDataParallel as Sharded
@@ -90,20 +105,20 @@ def hang_in_backward(rank: int, config: Any) -> None:
 
     beat = Pulse.beat
 
-    def late(pulse: Pulse) -> None:
-        beat(pulse)
-        pulse.beat_s += 0.5
+    def late(self: Pulse) -> None:
+        beat(self)
+        self.beat_s += 0.5
 
     if rank == 0:
         Pulse.beat = late
     plain, calls = Sharded.backward, 0
 
-    def backward(engine: Any, loss: Any) -> None:
+    def backward(self: Any, loss: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 5 and rank == 1:  # of two micro-batches each
             time.sleep(10_000)
-        plain(engine, loss)
+        plain(self, loss)
 
     Sharded.backward = backward
 
@@ -140,7 +155,7 @@ def test_a_process_that_holds_the_interpreter_is_ended(attempt: Attempt, tmp_pat
     ended = attempt(config(tmp_path, faults={"timeout_minutes": 1 / 60}), act="test_faults:hang_with_the_interpreter")
     assert ended.codes == (1, 1), ended.told
     assert "Timeout (" in ended.told and "in step\n" in ended.told
-    assert re.search("process 0: (step 1|before the first step), [a-z ]+, and has not reported for", ended.told)
+    assert re.search("process 0: (step 1|the beginning), [a-z ]+, and has not reported for", ended.told)
 
 
 def stop_while_saving(rank: int, config: Any) -> None:
@@ -152,9 +167,9 @@ def stop_while_saving(rank: int, config: Any) -> None:
 
     write, take = Writing._write, loop.run_step
 
-    def slow(writing: Writing) -> None:
+    def slow(self: Writing) -> None:
         time.sleep(1.0)
-        write(writing)
+        write(self)
 
     def step(trainee: Any, data: Any, number: int, *rest: Any) -> Any:
         if number == 3 and rank == 1:
@@ -183,18 +198,18 @@ def count_steps_while_saving(rank: int, config: Any) -> None:
 
     write, take, settle, begun = Writing._write, loop.run_step, Checkpoints.settle, [0]
 
-    def slow(writing: Writing) -> None:
+    def slow(self: Writing) -> None:
         time.sleep(0.5)
-        write(writing)
+        write(self)
 
     def step(*args: Any) -> Any:
         begun[0] += 1
         return take(*args)
 
-    def counted(saved: Checkpoints) -> None:
-        if rank == 0 and saved._flight is not None:
-            print(f"settling {saved._flight.folder.name} in step {begun[0]}")
-        settle(saved)
+    def counted(self: Checkpoints) -> None:
+        if rank == 0 and self._flight is not None:
+            print(f"settling {self._flight.folder.name} in step {begun[0]}")
+        settle(self)
 
     Writing._write, loop.run_step, Checkpoints.settle = slow, step, counted
 

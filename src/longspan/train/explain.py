@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from longspan.config import RunConfig
 from longspan.errors import LongspanError, TrainingError
 from longspan.train.pulse import Pulse
-from longspan.train.shortage import advice
-from longspan.train.trainee import Trainee
 
 _LOST = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe", "socket", "timed out")
 _NO_ROOM = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 
 
 @contextmanager
-def explained(pulse: Pulse, config: RunConfig, trainee: Trainee) -> Iterator[None]:
+def explained(pulse: Pulse, advice: Callable[[], str]) -> Iterator[None]:
     """Turn a lack of memory, the loss of another process, and what a disk refuses, into an error that says what to do.
+
+    Args:
+        advice: what to do about a lack of memory.
 
     Raises:
         TrainingError: in place of what torch raised.
@@ -37,7 +37,7 @@ def explained(pulse: Pulse, config: RunConfig, trainee: Trainee) -> Iterator[Non
         where = f"In {pulse.now}"
         said = (str(error).splitlines() or [type(error).__name__])[0][:300]
         if is_shortage(error):
-            raise TrainingError(f"{where}: out of memory. {advice(config, trainee)}\n  torch says: {said}") from error
+            raise TrainingError(f"{where}: out of memory. {advice()}\n  torch says: {said}") from error
         if is_loss(error):
             raise TrainingError(
                 f"{where}: another process is gone, or cannot be reached ({said}). Its own message, or its host's log, "

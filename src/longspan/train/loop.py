@@ -23,9 +23,15 @@ from longspan.train.pulse import Pulse
 from longspan.train.record import Record
 from longspan.train.resume import StopRequest, saveable
 from longspan.train.saver import Saver
+from longspan.train.shortage import advice
 from longspan.train.step import Taken, not_finite, run_step
 from longspan.train.trainee import Trainee, assemble, introduce
 from longspan.train.watchdog import Watchdog, wait_longer
+
+_BUILDING = (
+    "Each process builds the whole model before any sharding: free memory, start fewer processes, or take a smaller "
+    "model or model.dtype."
+)
 
 
 def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None, data: str = "") -> int:
@@ -43,7 +49,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
             gone, or a disk that refuses.
     """
     output_dir, pulse = Path(config.output_dir), Pulse()
-    with Watchdog(pulse, config.faults.timeout_minutes * 60, output_dir):
+    with Watchdog(pulse, config.faults.timeout_minutes * 60, output_dir), explained(pulse, lambda: _BUILDING):
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
         trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
         wait_longer(config.faults.timeout_minutes * 60)
@@ -56,7 +62,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
             closing(trainee),
             record or nullcontext(),
             StopRequest(saveable(config)) as stop,
-            explained(pulse, config, trainee),
+            explained(pulse, lambda: advice(config, trainee)),
         ):
             last = _run_steps(config, corpus, trainee, record, stop, pulse)
             if config.save.final and last == config.max_steps:
@@ -100,13 +106,13 @@ def _run_steps(
         stops = stops and number < config.max_steps
         if stops or (config.save.every is not None and number % config.save.every == 0):
             saver.begin(number)
-        pulse.beat()
-        pulse.enter("reading data", number + 1)
         if stops:
             saver.settle()
             if record is not None:
                 record.note(f"stopped by SIGTERM after step {number}, which is saved; --resume goes on from it")
             break
+        pulse.beat()
+        pulse.enter("reading data", number + 1)
     pulse.enter("saving", number)
     saver.settle()
     pulse.beat()

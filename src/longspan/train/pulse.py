@@ -20,7 +20,7 @@ class Moment:
     since_s: float
 
     def __str__(self) -> str:
-        return f"{f'step {self.step}' if self.step else 'before the first step'}, {self.phase}"
+        return f"{f'step {self.step}' if self.step else 'the beginning'}, {self.phase}"
 
 
 class Pulse:
@@ -31,7 +31,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self.beat_s = time.monotonic()
-        self.now = Moment(0, "starting", self.beat_s)
+        self.now = Moment(0, "building the model", self.beat_s)
         self.steps = 0
 
     def enter(self, phase: str, step: int | None = None) -> None:
