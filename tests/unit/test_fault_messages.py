@@ -14,7 +14,8 @@ from longspan.config import RunConfig, parse_config
 from longspan.errors import ConfigError, TrainingError
 from longspan.integrations.planning import cluster_for, task_for
 from longspan.integrations.shapes import model_shape
-from longspan.plan.machine import GIB, find_machine
+from longspan.plan.library import find_machine
+from longspan.plan.machine import GIB
 from longspan.train import explain, shortage
 from longspan.train.watchdog import report_file
 
@@ -47,7 +48,7 @@ def test_faults_are_told_apart(error: Exception, short: bool, lost: bool) -> Non
 
 
 def test_a_process_that_its_watchdog_ended_has_left_word(tmp_path: Path) -> None:
-    job = launch.Job(config_of(str(tmp_path)).model_dump_json(), "", str(tmp_path), False)
+    job = launch.Job(config_of(str(tmp_path)).model_dump_json(), "", str(tmp_path), False, "")
     assert "said nothing; was it killed?" in str(launch._silent(job, 1, -9))
     report_file(tmp_path, 1).write_text("longspan: process 1 hangs.\nthread MainThread:\n")
     said = str(launch._silent(job, 1, 1))
