@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.errors import TopologyError
 from longspan.plan.degrees import Degrees
+from longspan.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from longspan.comm.copy_engine import CopyEngine
@@ -21,7 +22,7 @@ class Axis:
     """One mesh axis as this process sees it.
 
     `ranks` are global; `group` is None when the axis has one rank. With a `copier`, heads are exchanged by copy engines
-    in place of collectives.
+    in place of collectives. `waits` counts, while it runs, how long compute stands still for what other ranks send.
     """
 
     size: int = 1
@@ -29,6 +30,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     copier: CopyEngine | None = field(default=None, compare=False, repr=False)
+    waits: Stopwatch = field(default_factory=Stopwatch, compare=False, repr=False)
 
     def peer(self, offset: int) -> int:
         """Return the global rank of the neighbour `offset` steps further on, around the ring."""
@@ -108,22 +110,23 @@ def build_mesh(ranks: torch.Tensor, degrees: Degrees, device_type: str) -> Mesh:
             f"Process {dist.get_rank()} is not part of the mesh of processes {sorted(ranks.flatten().tolist())}, so it "
             "has no share of the model's work."
         )
+    waits = Stopwatch(device_type)  # one for all axes: their exchanges serve the same attention
     return Mesh(
-        ring=_axis(inner, "ring"),
-        ulysses=_axis(inner, "ulysses"),
-        sequence=_axis(outer, "sequence"),
-        data=_axis(inner, "data"),
-        world=_axis(world, "world"),
+        ring=_axis(inner, "ring", waits),
+        ulysses=_axis(inner, "ulysses", waits),
+        sequence=_axis(outer, "sequence", waits),
+        data=_axis(inner, "data", waits),
+        world=_axis(world, "world", waits),
         device_type=device_type,
     )
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
+def _axis(mesh: DeviceMesh, name: str, waits: Stopwatch) -> Axis:
     sub = mesh[name]
     ranks = tuple(sub.mesh.flatten().tolist())
     if len(ranks) == 1:
-        return Axis(ranks=ranks)
-    return Axis(len(ranks), ranks.index(dist.get_rank()), ranks, mesh.get_group(name))
+        return Axis(ranks=ranks, waits=waits)
+    return Axis(len(ranks), ranks.index(dist.get_rank()), ranks, mesh.get_group(name), waits=waits)
 
 
 def _host_ranks(host: DeviceMesh, size: int) -> torch.Tensor:

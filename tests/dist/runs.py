@@ -55,6 +55,7 @@ def config_of(folder: str, **changes: Any) -> RunConfig:
         "engine": "fsdp2",
         "output_dir": folder,
         "save": {"every": 2, "keep": 2},
+        "logging": {"to": []},
     }
     return parse_config({**values, **changes})
 

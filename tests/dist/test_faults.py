@@ -268,7 +268,9 @@ def mounts() -> bool:
 def test_a_disk_that_is_full(attempt: Attempt, tmp_path: Path) -> None:
     ended = attempt(config(tmp_path), act="test_faults:full_disk")
     assert ended.codes == (0, 0), ended.told
-    assert re.search(r"full: Cannot write checkpoint .*step-0000000[23]: process 0 says .*No space left", ended.told)
+    assert re.search(r"full: Cannot write checkpoint .*step-0000000[23]: process 0 says .*No space left", ended.told), (
+        ended.told
+    )
     assert re.search(r"going on after step [12]\n", ended.told)
     assert "ended ['step-00000005', 'step-00000006']" in ended.told
 

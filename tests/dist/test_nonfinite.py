@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,7 +52,8 @@ def omitted(number: int) -> Any:
     def step(trainee: Any, data: Any, at: int, *rest: Any) -> Any:
         if at != number:
             return plain(trainee, data, at, *rest)
-        row = Row(at, 0.0, 0.0, 0.0, data.tokens, 0.0, None, 0, 0, 0.0, skipped=True)
+        nothing = {field.name: 0 for field in fields(Row)}
+        row = Row(**nothing | {"step": at, "tokens": data.tokens, "mfu": None, "step_s": 1.0, "skipped": True})  # pyright: ignore[reportArgumentType]
         return Taken(row, (False, False))
 
     with patch.object(loop, "run_step", step):

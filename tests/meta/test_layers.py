@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "longspan"
 LAYERS = [
     {"errors", "config", "layout", "mask", "segments", "needs", "documents", "overrides", "weights"},
-    {"plan", "mesh", "once", "comm", "kernels"},
+    {"plan", "mesh", "once", "stopwatch", "comm", "kernels"},
     {
         "attention",
         "recurrent",
@@ -29,7 +29,7 @@ LAYERS = [
         "loader",
     },
     {"integrations", "engines", "optim"},
-    {"train", "cli", "check", "bench", "evaluate", "__main__"},
+    {"train", "cli", "report", "check", "bench", "evaluate", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FRAMEWORKS = {"transformers", "accelerate", "peft", "deepspeed", "trl", "twinkle", "tokenizers"}

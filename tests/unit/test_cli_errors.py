@@ -33,6 +33,7 @@ def run_file(folder: Path, **changes: Any) -> Path:
         "sequence_length": 64,
         "max_steps": 2,
         "output_dir": str(folder / "out"),
+        "logging": {"to": []},
     }
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump({**values, **changes}))
@@ -134,7 +135,7 @@ def test_output_that_is_there_already(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_leaves_whole_rows_and_no_model(tmp_path: Path) -> None:
     arguments = ("--optimizer-lr", "1e30", "--max-steps", "5")
     expect_error(longspan("train", run_file(tmp_path), *arguments), 1, "Step 2: loss", "Lower optimizer.lr (1e+30)")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "run.json", "report.html"}
     assert [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()] == [1]
 
 
@@ -143,14 +144,17 @@ def test_a_loss_that_is_not_finite_leaves_whole_rows_and_no_model(tmp_path: Path
 def test_an_error_of_several_processes_is_told_once(tmp_path: Path) -> None:
     arguments = ("--optimizer-lr", "1e30", "--max-steps", "5", "--sequence-parallel-size", "2")
     expect_error(started("train", run_file(tmp_path), *arguments), 1, "Step 2: loss", "The step was not applied")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "run.json", "report.html"}
+    assert "The run failed" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_run_on_one_process(tmp_path: Path) -> None:
     code, out, err = longspan("train", run_file(tmp_path), "--no-save-final")
     assert code == 0, err
     assert out.splitlines()[-1] == f"output_dir: {tmp_path / 'out'}"
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "run.json", "report.html"}
+    facts = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert facts["data"].startswith("1 documents") and facts["end"]["kind"] == "ended"
     code, out, err = longspan("train", run_file(tmp_path), "--overwrite", "--json")
     assert code == 0, err
     assert json.loads(out) == {"output_dir": str(tmp_path / "out"), "steps": 2}

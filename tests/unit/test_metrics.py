@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,11 @@ from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
 from longspan.integrations.shapes import expert_counts, model_shape
 from longspan.mesh import Mesh
-from longspan.train.metrics import MetricsFile, Row, Work, model_work, peak_bytes, peak_flops
-from longspan.train.progress import Progress, describe, duration
+from longspan.train import meter as meter_module
+from longspan.train.meter import Meter
+from longspan.train.metrics import PHASES, Memory, MetricsFile, Row, Work, largest_memory, model_work, peak_flops
+from longspan.train.packing import Step
+from longspan.train.progress import Progress, describe, sparkline
 from longspan.train.schedule import learning_rate
 
 SMALL: dict[str, Any] = {
@@ -34,7 +40,9 @@ SMALL: dict[str, Any] = {
 
 def row(step: int = 1, **changes: float | None) -> Row:
     values = {"loss": 2.5, "grad_norm": 1.0, "lr": 1e-3, "tokens": 100, "tokens_per_s": 50.0, "mfu": None}
-    values |= {"peak_gpu_bytes": 0, "peak_host_bytes": 2**30, "step_s": 2.0, **changes}
+    values |= {"mfu_full": None, "peak_gpu_bytes": 0, "peak_host_bytes": 2**30, "gpu_bytes": 0, "host_bytes": 2**29}
+    values |= {"step_s": 2.0, "data_s": 0.1, "forward_s": 0.5, "backward_s": 1.0, "reduce_s": 0.2}
+    values |= {"optimizer_s": 0.1, "other_s": 0.1, "exchange_s": 0.0, **changes}
     return Row(step=step, **values)  # pyright: ignore[reportArgumentType]
 
 
@@ -56,8 +64,9 @@ def test_a_row_per_step(tmp_path: Path) -> None:
         file.write(row(step))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2]
-    fields = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "peak_gpu_bytes", "peak_host_bytes"]
-    assert list(rows[0]) == [*fields, "step_s"]
+    fields = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "mfu_full"]
+    fields += ["peak_gpu_bytes", "peak_host_bytes", "gpu_bytes", "host_bytes", "step_s"]
+    assert list(rows[0]) == [*fields, *(f"{phase}_s" for phase in PHASES), "exchange_s"]
     assert rows[0]["mfu"] is None
     MetricsFile(path).write(row(7))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [7]
@@ -153,21 +162,22 @@ def test_work_of_other_kinds_of_layers_is_not_guessed() -> None:
 def test_on_a_cpu_there_is_no_peak_and_no_gpu_memory() -> None:
     cpu = torch.device("cpu")
     assert peak_flops(cpu) is None
-    gpu_bytes, host_bytes, stops = peak_bytes(cpu, Mesh(), False)
-    assert not stops and peak_bytes(cpu, Mesh(), False, True)[2:] == (0, 1)
-    assert gpu_bytes == 0
-    assert host_bytes > 50 * 2**20
+    now, peak, flags = largest_memory(cpu, Mesh(), True, False)
+    assert flags == (True, False) and largest_memory(cpu, Mesh())[2] == ()
+    assert now.gpu_bytes == peak.gpu_bytes == 0
+    assert peak.host_bytes >= now.host_bytes > 50 * 2**20
+    assert Memory(1, 4).or_larger(Memory(2, 3)) == Memory(2, 4)
 
 
 def test_the_line_of_a_step() -> None:
-    line = describe(row(2), max_steps=10, elapsed_s=4.0)
+    line = describe(row(2), max_steps=10, left_s=16.0)
     assert line.startswith("step  2/10  loss 2.5000")
     assert "50 tokens/s" in line
     assert "MFU" not in line
     assert "GPU" not in line
     assert line.endswith("left 16s")
-    assert "MFU 41.2%" in describe(row(1, mfu=0.412), 10, 1.0)
-    assert [duration(s) for s in (42, 187, 7500)] == ["42s", "3m07s", "2h05m"]
+    assert "communication" not in line
+    assert "MFU 41.2%  communication 25.0%" in describe(row(1, mfu=0.412, exchange_s=0.5), 10, 1.0)
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
@@ -181,18 +191,76 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert [line.split("/")[0] for line in lines[1:]] == ["step 1", "step 3", "step 6", "step 7"]
 
 
-def test_a_live_line_on_a_terminal() -> None:
+def test_a_panel_on_a_terminal() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     stream = Terminal()
-    with Progress(stream, max_steps=2) as progress:
-        progress.note("hello")
-        progress.step(row(1))
-        progress.step(row(2))
-    assert "hello" in stream.getvalue()
-    assert "step 2/2" in stream.getvalue()
+    with Progress(stream, max_steps=4) as progress:
+        progress.note("hello [world]")
+        progress.step(row(1, loss=3.0))
+        gpu = {"mfu": 0.412, "mfu_full": 0.53, "peak_gpu_bytes": 3 * 2**30}
+        progress.step(row(2, loss=2.0, exchange_s=0.5, **gpu))
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "hello [world]" in plain
+    last = plain[plain.rindex("step 2/4") :]
+    for part in (
+        "left 4s",
+        "2.0000 █▁",
+        "50",
+        "41.2% (53.0% full)",
+        "3.0 GiB",
+        "25.0%",
+        "0.50 / 1.00 s",
+        "1.00e-03",
+    ):
+        assert part in last, part
+    assert "–" in plain[: plain.rindex("step 2/4")]  # no GPU in the first step
+
+
+def test_a_sparkline() -> None:
+    assert sparkline([1.0]) == sparkline([2.0]) == "▁"
+    assert sparkline([0.0, 7.0, 3.0]) == "▁█▄"
+
+
+def test_work_without_masks() -> None:
+    work = Work(parameters=10, attention_width=8, frozen=2, windows=((4, 3),))
+    assert work.flops([10, 2], masked=False) == 56 * 12 + 6 * (8 + 3) * (100 + 4)
+
+
+def test_a_step_is_measured_from_its_data_to_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The phases add up to the step, whose data is part of it; memory's peak stays when a later step needs less."""
+    now = [0.0]
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    def source() -> Iterator[Step]:
+        for _ in range(2):
+            wait(3.0)
+            yield Step([], 1, 100, [60, 40])
+
+    memory = iter([(Memory(5, 6), Memory(5, 9), (False,)), (Memory(4, 7), Memory(4, 9), (True,))])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(meter_module, "largest_memory", lambda *rest: next(memory))
+    monkeypatch.setattr(meter_module, "peak_flops", lambda device: 1e3)
+    work = Work(parameters=10, attention_width=8)
+    meter, rows = Meter(torch.device("cpu"), Mesh(), work), []
+    for number, step in enumerate(meter.steps(source()), 1):
+        for name, seconds in (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("forward", 2.0), ("optimizer", 1.5)):
+            with meter.phase(name):  # pyright: ignore[reportArgumentType]
+                wait(seconds)
+        wait(0.5)
+        rows.append(meter.row(number, step, False, loss=2.0, grad_norm=1.0, lr=0.1))
+        wait(50.0)  # a checkpoint is no part of a step
+    (first, flags), (second, flags_then) = rows
+    assert (flags, flags_then) == ((False,), (True,))
+    assert [getattr(first, f"{phase}_s") for phase in PHASES] == [4.0, 4.0, 4.0, 0.0, 1.5, 0.5]
+    assert (first.step_s, second.step_s, first.tokens_per_s) == (14.0, 14.0, 100 / 14.0)
+    assert (second.gpu_bytes, second.peak_gpu_bytes, second.host_bytes, second.peak_host_bytes) == (4, 5, 7, 9)
+    assert first.mfu == work.flops([60, 40]) / 14e3 and first.mfu_full == work.flops([60, 40], masked=False) / 14e3
+    assert first.exchange_s == first.exchange_share == 0.0
 
 
 def schedule(**options: object) -> RunConfig:

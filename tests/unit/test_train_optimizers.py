@@ -43,6 +43,7 @@ def run_file(folder: Path, **changes: Any) -> Path:
         "optimizer": {"lr": 3e-3, "weight_decay": 0.1},
         "schedule": {"kind": "cosine", "warmup_steps": 2},
         "output_dir": str(folder / "out"),
+        "logging": {"to": []},
     }
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump({**values, **changes}))
@@ -113,7 +114,7 @@ def test_a_step_that_is_not_finite_stops_the_run_though_it_was_applied(tmp_path:
     code, _, err = longspan("train", run_file(tmp_path), "--nproc", "1", "--optimizer-lr", "1e30", *INSIDE)
     assert code == 1
     assert "Step 2: loss" in err and "was applied all the same; no model" in err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"metrics.jsonl", "run.json", "report.html"}
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 1
 
 

@@ -13,6 +13,7 @@ from longspan.cli.doctor import doctor
 from longspan.cli.evaluate import evaluation
 from longspan.cli.export import export
 from longspan.cli.plan import plan
+from longspan.cli.report import report
 from longspan.cli.train import train
 from longspan.errors import LongspanError
 
@@ -27,6 +28,7 @@ app.command()(train)
 app.command()(check)
 app.command()(plan)
 app.command()(export)
+app.command()(report)
 app.command()(doctor)
 app.add_typer(bench)
 app.add_typer(evaluation)

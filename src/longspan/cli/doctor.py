@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 from typing import Annotated, Any
 
 import typer
 
 from longspan.cli.allocator import EXPANDABLE, allocator
 from longspan.errors import ConfigError
-
-_PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors")
-_EXTRAS = ("accelerate", "datasets", "deepspeed", "matplotlib", "peft", "torchao")
 
 
 def doctor(json_: Annotated[bool, typer.Option("--json", help="Print JSON. (default false)")] = False) -> None:
@@ -36,19 +30,16 @@ def doctor(json_: Annotated[bool, typer.Option("--json", help="Print JSON. (defa
 
 def examine() -> dict[str, Any]:
     """Gather what `doctor` shows."""
-    import psutil
     import torch
 
     from longspan.kernels.select import available
     from longspan.optim import KINDS
+    from longspan.train.record import devices, versions
 
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    devices = [{"type": "cuda", "name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus]
-    host = {"type": "cpu", "name": f"{os.cpu_count()} CPU cores", "memory_bytes": psutil.virtual_memory().total}
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in (*_PACKAGES, *_EXTRAS)}},
-        "devices": [*devices, host],
-        "kernels": available(torch.device("cuda" if gpus else "cpu")),
+        "versions": versions(),
+        "devices": [device.model_dump() for device in devices()],
+        "kernels": available(torch.device("cuda" if torch.cuda.device_count() else "cpu")),
         "optimizers": {kind: _refusal(kind) for kind in KINDS},
         "allocator": allocator(),
     }
@@ -70,10 +61,3 @@ def _refusal(kind: str) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -25,6 +25,7 @@ from longspan.cli import failures
 from longspan.config import RunConfig
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, LongspanError, TrainingError
+from longspan.report import conclude, end_of, read_facts
 from longspan.train.data import Corpus
 from longspan.train.loop import train
 from longspan.train.preflight import preflight
@@ -46,6 +47,7 @@ class Job:
     corpus: str
     errors: str
     to_stderr: bool
+    data: str
 
 
 def default_processes(config: RunConfig) -> int:
@@ -65,12 +67,13 @@ def start(config: RunConfig, processes: int, stream: TextIO) -> int:
     corpus, report = preflight(config, processes)
     print(f"data: {report}", file=stream, flush=True)
     if processes == 1:
-        return _train_alone(config, corpus, stream)
+        return _train_alone(config, corpus, stream, str(report))
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         path = str(Path(folder) / "corpus.safetensors")
         corpus.save(path)
-        job = Job(config.model_dump_json(), path, folder, stream is sys.stderr)
-        stopped = _launch(job, processes)
+        job = Job(config.model_dump_json(), path, folder, stream is sys.stderr, str(report))
+        with _told(config):
+            stopped = _launch(job, processes)
     return config.max_steps if stopped is None else stopped
 
 
@@ -95,7 +98,7 @@ def join(config: RunConfig, to_stderr: bool) -> int | None:
     if rank == 0:
         print(f"data: {report}", file=stream, flush=True)
     try:
-        last = _train_as_rank(config, corpus, stream)
+        last = _train_as_rank(config, corpus, stream, str(report))
     except Exception as error:
         failures.end(error)
     return last if rank == 0 else None
@@ -130,6 +133,32 @@ def _launch(job: Job, processes: int) -> int | None:
     return int(_stopped(job).read_text(encoding="ascii")) if _stopped(job).exists() else None
 
 
+@contextmanager
+def _told(config: RunConfig) -> Iterator[None]:
+    """Have the page of a run say the first error of its processes, which the first process may not know.
+
+    Only if the run had begun: what is in the folder may be an earlier one's.
+    """
+    folder = Path(config.output_dir)
+    before = _began(folder)
+    try:
+        yield
+    except LongspanError as error:
+        facts = read_facts(folder) if _began(folder) != before else None
+        if facts is not None:
+            conclude(folder, facts, end_of(error, None))
+        raise
+
+
+def _began(folder: Path) -> list[str]:
+    """Return when the run in a folder began and went on; nothing where no run can be read."""
+    try:
+        facts = read_facts(folder)
+    except ConfigError:
+        return []
+    return [] if facts is None else [facts.run, *facts.starts]
+
+
 def _silent(job: Job, rank: int, code: int) -> TrainingError:
     """Return the error of a process that left none: its watchdog ended it, or somebody else."""
     report = report_file(Path(RunConfig.model_validate_json(job.config).output_dir), rank)
@@ -147,14 +176,14 @@ def _process(job: Job) -> None:
     try:
         config = RunConfig.model_validate_json(job.config)
         stream = sys.stderr if job.to_stderr else sys.stdout
-        last = _train_as_rank(config, Corpus.load(job.corpus), stream)
+        last = _train_as_rank(config, Corpus.load(job.corpus), stream, job.data)
         if last < config.max_steps and os.environ["RANK"] == "0":
             _stopped(job).write_text(str(last), encoding="ascii")
     except Exception as error:
         failures.leave(Path(job.errors), int(os.environ["RANK"]), error)
 
 
-def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> int:
+def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO, data: str) -> int:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
@@ -168,15 +197,15 @@ def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO) -> int:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     with _process_group(device, config):
-        return train(config, corpus, device, _progress(config, stream) if rank == 0 else None)
+        return train(config, corpus, device, _progress(config, stream) if rank == 0 else None, data)
 
 
-def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO) -> int:
+def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO, data: str) -> int:
     """Train in this process, in a group of its own if the engine needs one."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
     if build_engine(config.engine, 1, compute_dtype).name == "single":
-        return train(config, corpus, device, _progress(config, stream))
+        return train(config, corpus, device, _progress(config, stream), data)
     os.environ.setdefault("LOCAL_RANK", "0")  # as launchers do; DeepSpeed asks for it
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:  # a group of one talks to nobody, so its sockets need not face the network
@@ -186,7 +215,7 @@ def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO) -> int:
         tempfile.TemporaryDirectory(prefix="longspan-") as folder,
         _process_group(device, config, init_method=f"file://{folder}/store", rank=0, world_size=1),
     ):
-        return train(config, corpus, device, _progress(config, stream))
+        return train(config, corpus, device, _progress(config, stream), data)
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from longspan.comm.link import Link, SharedMemoryError, Slots
-from longspan.comm.pending import Pending
+from longspan.comm.pending import EXCHANGE, Pending
 from longspan.comm.routes import ALIGNMENT_BYTES, Route, ToHeads, ToTokens
 from longspan.layout import Piece
+from longspan.stopwatch import Stopwatch
 
 SLOTS = 4
 
@@ -49,12 +50,20 @@ class CopyEngine:
         slot_bytes: of slots for chunks.
         lent_bytes: most bytes of slots for borrowed results, which grow with what is asked for; exchanges that need
             more are copied. Growing is collective and keeps the host waiting; it happens a few times.
+        waits: counts how long the caller's queue waits; None: nothing does.
     """
 
-    def __init__(self, link: Link, slot_bytes: int, lent_bytes: int = 0, slots: int = SLOTS) -> None:
+    def __init__(
+        self,
+        link: Link,
+        slot_bytes: int,
+        lent_bytes: int = 0,
+        slots: int = SLOTS,
+        waits: Stopwatch | None = None,
+    ) -> None:
         if slots < 3:
             raise ValueError(f"A copy engine needs at least 3 slots, got {slots}.")
-        self.link, self.lent_bytes = link, lent_bytes
+        self.link, self.lent_bytes, self._waits = link, lent_bytes, waits or Stopwatch()
         self._passing = link.allocate(slots, slot_bytes)
         self._lent: Slots | None = None
         self._outgrown: list[tuple[int, Any, Slots]] = []  # borrowed exchange that ends it, mark of that, slots
@@ -92,8 +101,9 @@ class CopyEngine:
         self._flying[number] = marks, exchange.tensors, results
 
         def finish() -> list[Tensor]:
-            for mark in marks:
-                self.link.wait(mark)
+            with self._waits.span(EXCHANGE):
+                for mark in marks:
+                    self.link.wait(mark)
             self._flying.pop(number, None)
             return results
 

@@ -61,7 +61,7 @@ def to_heads(
         runs = joined.split([n * d for n, d in zip(counts, dims, strict=True)], -1)
         return [run.unflatten(-1, (n, d)) for run, n, d in zip(runs, counts, dims, strict=True)]
 
-    return Pending([request], finish, sent)
+    return Pending([request], finish, sent, axis.waits)
 
 
 def to_tokens(
@@ -111,7 +111,7 @@ def to_tokens(
             result.append(whole)
         return result
 
-    return Pending([request], finish, sent)
+    return Pending([request], finish, sent, axis.waits)
 
 
 def copy(destination: Tensor, source: Tensor) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.pending import EXCHANGE
 from longspan.layout import Layout, Piece
 from longspan.mesh import Axis
 
@@ -137,7 +138,8 @@ class Regroup:
     def _exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         sent = torch.cat(list(parts))
         received = sent.new_empty(sum(sizes))
-        dist.all_to_all_single(received, sent, list(sizes), [part.numel() for part in parts], self.axis.group)
+        with self.axis.waits.span(EXCHANGE):
+            dist.all_to_all_single(received, sent, list(sizes), [part.numel() for part in parts], self.axis.group)
         return received
 
     def _peers(self, earlier: bool = False) -> list[int]:

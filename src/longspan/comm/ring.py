@@ -44,4 +44,4 @@ def shift(packet: Packet, axis: Axis, hop: int = 1) -> Pending[Packet]:
         dist.P2POp(dist.irecv, received, axis.peer(-hop), axis.group),
     ]
     shapes = [t.shape for t in packet.tensors]
-    return Pending(dist.batch_isend_irecv(ops), lambda: Packet.over(received, shapes), packet)
+    return Pending(dist.batch_isend_irecv(ops), lambda: Packet.over(received, shapes), packet, axis.waits)

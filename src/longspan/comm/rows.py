@@ -25,4 +25,4 @@ def exchange_rows(sent: Tensor, counts: Sequence[int], expected: Sequence[int], 
     """
     received = sent.new_empty(sum(expected), sent.shape[1])
     request = dist.all_to_all_single(received, sent, list(expected), list(counts), axis.group, async_op=True)
-    return Pending([request], lambda: received, sent)
+    return Pending([request], lambda: received, sent, axis.waits)

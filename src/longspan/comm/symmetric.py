@@ -77,7 +77,7 @@ def _build(axis: Axis, device: torch.device, slot_bytes: int, lent_bytes: int) -
         return None, why
     assert link is not None
     try:
-        copier = CopyEngine(link, slot_bytes, lent_bytes)
+        copier = CopyEngine(link, slot_bytes, lent_bytes, waits=axis.waits)
     except SharedMemoryError as error:
         return None, str(error)
     return proven(copier, axis, device)

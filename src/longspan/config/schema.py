@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from longspan.config.data import DataConfig
 from longspan.config.faults import FaultsConfig
+from longspan.config.logging import LoggingConfig
 from longspan.config.model import AdapterConfig, ModelConfig
 from longspan.config.section import Float, Int, Rate, Section, Size
 from longspan.config.section import field as _field
@@ -87,12 +88,6 @@ class ScheduleConfig(Section):
     final_ratio: Float = _field(
         "Learning rate at the end of 'cosine', as a share of the peak.", 0.0, example=0.1, ge=0, le=1
     )
-
-
-class LoggingConfig(Section):
-    """What is shown while training; metrics.jsonl gets every step all the same."""
-
-    every: Int = _field("Show every n-th step.", 1, unit="steps", example=10, ge=1)
 
 
 class SaveConfig(Section):

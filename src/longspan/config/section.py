@@ -32,7 +32,8 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _one_or_many(value: Any) -> Any:
+def one_or_many(value: Any) -> Any:
+    """Let one text stand for a list of it."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -40,7 +41,7 @@ Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Rate = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
 Size = Annotated[int, BeforeValidator(parse_size)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 
 def field(description: str, default: Any = ..., *, example: Any, unit: str | None = None, **bounds: Any) -> Any:

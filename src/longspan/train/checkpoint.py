@@ -12,9 +12,14 @@ from torch import Tensor, nn
 from longspan.engines import protocol
 from longspan.errors import ConfigError, TrainingError
 from longspan.once import is_first
+from longspan.report.facts import REPORT, RUN
 from longspan.train.agreement import Agreement
+from longspan.train.loggers import TENSORBOARD
 
 METRICS = "metrics.jsonl"
+ACCOUNT = (RUN, REPORT, TENSORBOARD)
+"""What tells of a run; a folder that holds nothing else has nothing to lose."""
+
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
 
@@ -30,7 +35,8 @@ def check_output(output_dir: Path, overwrite: bool, name: str = "output_dir") ->
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"{name} {output_dir} is a file; name a folder.")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
+    left = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
+    if left - set(ACCOUNT) and not overwrite:
         also = ", or pass --overwrite" if name == "output_dir" else ""
         raise ConfigError(f"{name} {output_dir} is not empty. Name another folder{also}.")
     nearest = next(folder for folder in (output_dir, *output_dir.absolute().parents) if folder.exists())
@@ -39,10 +45,11 @@ def check_output(output_dir: Path, overwrite: bool, name: str = "output_dir") ->
 
 
 def clear_output(output_dir: Path) -> None:
-    """Remove what an earlier run left: its metrics, its model and its checkpoints, nothing else."""
-    (output_dir / METRICS).unlink(missing_ok=True)
-    shutil.rmtree(output_dir / MODEL, ignore_errors=True)
-    shutil.rmtree(output_dir / CHECKPOINTS, ignore_errors=True)
+    """Remove what an earlier run left: its metrics and what tells of them, its model, its checkpoints, nothing else."""
+    for name in (METRICS, RUN, REPORT):
+        (output_dir / name).unlink(missing_ok=True)
+    for name in (MODEL, CHECKPOINTS, TENSORBOARD):
+        shutil.rmtree(output_dir / name, ignore_errors=True)
 
 
 def full_state(

@@ -20,6 +20,7 @@ from longspan.train.metrics import MetricsFile
 from longspan.train.packing import Recipe, steps
 from longspan.train.progress import Progress
 from longspan.train.pulse import Pulse
+from longspan.train.record import Record
 from longspan.train.resume import StopRequest, saveable
 from longspan.train.saver import Saver
 from longspan.train.step import Taken, not_finite, run_step
@@ -27,7 +28,7 @@ from longspan.train.trainee import Trainee, assemble, introduce
 from longspan.train.watchdog import Watchdog, wait_longer
 
 
-def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None) -> int:
+def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None, data: str = "") -> int:
     """Train as told and return the last step, which is `max_steps` unless SIGTERM came; every process calls this.
 
     After SIGTERM, on whichever process, all finish the step, write a checkpoint and leave.
@@ -35,6 +36,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
     Args:
         device: of this process.
         progress: where to show the run; None on the ranks that do not.
+        data: what became of the documents, in a line.
 
     Raises:
         TrainingError: too many steps with a loss or gradient that is not finite, too little memory, a process that is
@@ -45,17 +47,18 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
         trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
         wait_longer(config.faults.timeout_minutes * 60)
+        record = None
         if progress is not None:
             if not config.resume:
                 clear_output(output_dir)
-            progress.note(introduce(config, trainee))
+            record = Record(config, progress, trainee.handle, device, introduce(config, trainee), data)
         with (
             closing(trainee),
-            progress or nullcontext(),
+            record or nullcontext(),
             StopRequest(saveable(config)) as stop,
             explained(pulse, config, trainee),
         ):
-            last = _run_steps(config, corpus, trainee, progress, stop, pulse)
+            last = _run_steps(config, corpus, trainee, record, stop, pulse)
             if config.save.final and last == config.max_steps:
                 pulse.enter("writing the model")
                 model, write = trainee.model, writer(trainee.model, tokenizer, config)
@@ -64,7 +67,7 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
 
 
 def _run_steps(
-    config: RunConfig, corpus: Corpus, trainee: Trainee, progress: Progress | None, stop: StopRequest, pulse: Pulse
+    config: RunConfig, corpus: Corpus, trainee: Trainee, record: Record | None, stop: StopRequest, pulse: Pulse
 ) -> int:
     """Take all steps that are left, saving as told; return the last one's number."""
     file = MetricsFile(Path(config.output_dir) / METRICS)
@@ -80,16 +83,16 @@ def _run_steps(
     )
     saver = Saver(config, corpus, trainee)
     pulse.enter("reading the checkpoint")
-    number = saver.resume(file, progress) if config.resume else 0
+    number = saver.resume(file, record) if config.resume else 0
     pulse.enter("reading data", number + 1)
     data = steps(corpus, recipe, trainee.mesh.data.rank, saver.rows)
-    for step in itertools.islice(data, config.max_steps - number):
+    for step in trainee.meter.steps(itertools.islice(data, config.max_steps - number)):
         number, saver.rows = number + 1, saver.rows + recipe.step_rows
         taken = run_step(trainee, step, number, config, pulse, lambda: (stop.came, saver.busy))
         _check_finite(taken, config, trainee, saver)
-        if progress is not None:
+        if record is not None:
             file.write(taken.row)
-            progress.step(taken.row)
+            record.step(taken.row)
         stops, busy = taken.flags
         pulse.enter("saving")
         if not busy:
@@ -101,8 +104,8 @@ def _run_steps(
         pulse.enter("reading data", number + 1)
         if stops:
             saver.settle()
-            if progress is not None:
-                progress.note(f"stopped by SIGTERM after step {number}, which is saved; --resume goes on from it")
+            if record is not None:
+                record.note(f"stopped by SIGTERM after step {number}, which is saved; --resume goes on from it")
             break
     pulse.enter("saving", number)
     saver.settle()

@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,7 +35,14 @@ class Row:
         tokens: of all replicas, each once, padding not counted.
         mfu: model FLOPs (causal attention, nothing recomputed) over what the GPUs could do in bf16; None where the
             peak or the model's count is unknown.
+        mfu_full: the same, with attention counted as if nothing were masked, as some papers do.
         peak_gpu_bytes, peak_host_bytes: largest over the ranks, since the start of the run.
+        gpu_bytes: peak within the step; host_bytes: resident at its end; the largest over the ranks.
+        step_s: from asking for the step's data to the end of its optimizer.
+        data_s, forward_s, backward_s, reduce_s, optimizer_s, other_s: of the first process; they add up to step_s.
+            Gradients that the engine reduces inside backward count there.
+        exchange_s: inside forward and backward of the first process, how long compute waited for what other ranks of
+            its sequence send.
         skipped: the loss or the norm was not finite, and the step has been left out.
     """
 
@@ -45,10 +53,29 @@ class Row:
     tokens: int
     tokens_per_s: float
     mfu: float | None
+    mfu_full: float | None
     peak_gpu_bytes: int
     peak_host_bytes: int
+    gpu_bytes: int
+    host_bytes: int
     step_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    reduce_s: float
+    optimizer_s: float
+    other_s: float
+    exchange_s: float
     skipped: bool = False
+
+    @property
+    def exchange_share(self) -> float:
+        """Share of the step that compute waited for exchanges."""
+        return self.exchange_s / self.step_s
+
+
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "other")
+"""What the seconds of a step are divided into."""
 
 
 class MetricsFile:
@@ -108,13 +135,22 @@ class Work:
     frozen: int = 0
     windows: tuple[tuple[int, int], ...] = ()
 
-    def flops(self, documents_tokens: Sequence[int]) -> float:
+    def flops(self, documents_tokens: Sequence[int], masked: bool = True) -> float:
         """Count forward and backward of these documents: 6 per weight and token, 4 if it is frozen, and attention to
-        what is visible."""
+        what is visible.
+
+        Args:
+            masked: False counts attention from every token of a document to every other, whatever masks hide.
+        """
         tokens = sum(documents_tokens)
-        attention = self.attention_width * sum(n * n for n in documents_tokens) / 2
-        for window, width in self.windows:
-            attention += width * sum(n * n / 2 if n <= window else window * (n - window / 2) for n in documents_tokens)
+        if not masked:
+            width = self.attention_width + sum(width for _, width in self.windows)
+            attention = width * float(sum(n * n for n in documents_tokens))
+        else:
+            attention = self.attention_width * sum(n * n for n in documents_tokens) / 2
+            for window, width in self.windows:
+                seen = (n * n / 2 if n <= window else window * (n - window / 2) for n in documents_tokens)
+                attention += width * sum(seen)
         return (6.0 * self.parameters - 2.0 * self.frozen) * tokens + 6.0 * attention
 
 
@@ -160,16 +196,33 @@ def peak_flops(device: torch.device) -> float | None:
     return None if machine is None else machine.peak_tflops * 1e12
 
 
-def peak_bytes(device: torch.device, mesh: Mesh, *flags: bool) -> tuple[int, ...]:
-    """Return the peak of GPU and of host memory of a process, the largest over `mesh.world`, and 1 for each flag that
-    some process has set.
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a process holds, or held at most."""
 
-    Cost: one all-reduce of two numbers and the flags.
+    gpu_bytes: int
+    host_bytes: int
+
+    def or_larger(self, other: Memory) -> Memory:
+        """Return the larger of each."""
+        return Memory(max(self.gpu_bytes, other.gpu_bytes), max(self.host_bytes, other.host_bytes))
+
+
+def largest_memory(device: torch.device, mesh: Mesh, *flags: bool) -> tuple[Memory, Memory, tuple[bool, ...]]:
+    """Return what a process holds at most, now and since its start, the largest over `mesh.world`, and of each flag
+    whether some process has set it.
+
+    Both times the GPU's is its peak since PyTorch's record of it was last reset; what a host process holds now is what
+    is resident.
+
+    Cost: one all-reduce of three numbers and the flags.
     """
     gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     unit = 1 if sys.platform == "darwin" else 1024
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    numbers = torch.tensor([gpu, host, *flags], dtype=torch.int64, device=device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    host = psutil.Process().memory_info().rss
+    numbers = torch.tensor([gpu, host, max(host, peak), *flags], dtype=torch.int64, device=device)
     if mesh.world.group is not None:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=mesh.world.group)
-    return tuple(numbers.tolist())
+    gpu, host, peak, *agreed = numbers.tolist()
+    return Memory(gpu, host), Memory(gpu, peak), tuple(map(bool, agreed))

@@ -18,6 +18,7 @@ from longspan.optim import check_kind
 from longspan.plan.degrees import choose_degrees
 from longspan.train.checkpoint import check_output
 from longspan.train.data import Corpus, Report, read_corpus
+from longspan.train.loggers import check_loggers
 
 
 def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
@@ -27,6 +28,7 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
         LongspanError: the first of them that cannot work.
     """
     check_output(Path(config.output_dir), config.overwrite or config.resume)
+    check_loggers(config.logging)
     check_kind(config.optimizer.kind)
     engine = build_engine(
         config.engine, world_size, None if config.compute_dtype is None else getattr(torch, config.compute_dtype)

@@ -11,7 +11,7 @@ from longspan.train.checkpoint import CHECKPOINTS, METRICS
 from longspan.train.checkpoints import Checkpoints
 from longspan.train.data import Corpus
 from longspan.train.metrics import MetricsFile
-from longspan.train.progress import Progress
+from longspan.train.record import Record
 from longspan.train.resume import check_identity, identity
 from longspan.train.state import read_state, write_state
 from longspan.train.trainee import Trainee
@@ -65,14 +65,14 @@ class Saver:
         """
         self._checkpoints.settle()
 
-    def resume(self, file: MetricsFile, progress: Progress | None) -> int:
+    def resume(self, file: MetricsFile, record: Record | None) -> int:
         """Go on from the last checkpoint that is whole, if there is one; return its step, else 0. Collective.
 
         Raises:
             ConfigError: it is another run's, or past `max_steps`.
             TrainingError: it cannot be read.
         """
-        tell = (lambda text: None) if progress is None else progress.note
+        tell = (lambda text: None) if record is None else record.note
         saved = self._checkpoints.latest(tell)
         if saved is None:
             tell("there is no checkpoint to go on from: beginning")
@@ -86,7 +86,7 @@ class Saver:
         trainee = self._trainee
         read_state(saved.folder, trainee.model, trainee.engine, trainee.stepping, trainee.device)
         self.rows, self.skipped = int(saved.about["rows"]), int(saved.about.get("skipped", 0))
-        if progress is not None:
+        if record is not None:
             file.go_on(saved.step)
         tell(f"going on after step {saved.step}")
         return saved.step

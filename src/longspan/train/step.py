@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from longspan.config import RunConfig
 from longspan.errors import TrainingError
-from longspan.train.metrics import Row, peak_bytes, peak_flops
+from longspan.train.metrics import Row
 from longspan.train.packing import Step
 from longspan.train.pulse import Pulse
 from longspan.train.schedule import learning_rate
@@ -41,42 +40,26 @@ def run_step(
     Args:
         flags: asked at the end of the step, for what one process alone may know.
     """
-    start_s = time.perf_counter()
+    meter = trainee.meter
     lr = learning_rate(number, config)
     before = numbers(trainee.device)
     trainee.stepping.begin(lr)
     loss = _backward(trainee, step, pulse)
     pulse.enter("optimizer")
-    norm = trainee.stepping.norm()
+    with meter.phase("optimizer"):
+        norm = trainee.stepping.norm()
     loss_value, norm_value = torch.stack(
         [loss.double(), norm.double().to(loss.device)]
     ).tolist()  # the step's host sync
     finite = math.isfinite(loss_value) and math.isfinite(norm_value)
     if finite:
-        trainee.stepping.finish()
+        with meter.phase("optimizer"):
+            trainee.stepping.finish()
     else:
         trainee.stepping.optimizer.zero_grad(set_to_none=True)
         set_numbers(trainee.device, before)
-    gpu_bytes, host_bytes, *agreed = peak_bytes(trainee.device, trainee.mesh, *flags())
-    step_s = time.perf_counter() - start_s
-    peak = peak_flops(trainee.device)
-    mfu = None
-    if peak is not None and trainee.work is not None:
-        mfu = trainee.work.flops(step.documents_tokens) / (peak * trainee.mesh.world.size * step_s)
-    row = Row(
-        step=number,
-        loss=loss_value,
-        grad_norm=norm_value,
-        lr=lr,
-        tokens=step.tokens,
-        tokens_per_s=step.tokens / step_s,
-        mfu=mfu,
-        peak_gpu_bytes=gpu_bytes,
-        peak_host_bytes=host_bytes,
-        step_s=step_s,
-        skipped=not finite,
-    )
-    return Taken(row, tuple(map(bool, agreed)))
+    row, agreed = meter.row(number, step, *flags(), loss=loss_value, grad_norm=norm_value, lr=lr)
+    return Taken(row if finite else replace(row, skipped=True), agreed)
 
 
 def not_finite(row: Row, config: RunConfig, applied_early: bool, in_a_row: int) -> TrainingError:
@@ -94,15 +77,20 @@ def not_finite(row: Row, config: RunConfig, applied_early: bool, in_a_row: int) 
 def _backward(trainee: Trainee, step: Step, pulse: Pulse) -> Tensor:
     """Run a step's micro-batches forward and backward; return its loss, the same on every rank."""
     loss = torch.zeros((), device=trainee.device)
+    phase = trainee.meter.phase
     for index, batch in enumerate(step.micro_batches, 1):
         pulse.enter("forward")
-        part = trainee.handle.shard(batch, num_items=step.num_items)
-        part = {k: v.to(trainee.device) if isinstance(v, Tensor) else v for k, v in part.items()}
+        with phase("data"):
+            part = trainee.handle.shard(batch, num_items=step.num_items)
+            part = {k: v.to(trainee.device) if isinstance(v, Tensor) else v for k, v in part.items()}
         with trainee.engine.accumulating(last=index == len(step.micro_batches)):
-            out = trainee.module(**part)
+            with phase("forward"):
+                out = trainee.module(**part)
             pulse.enter("backward")
-            trainee.engine.backward(out.loss)
+            with phase("backward"):
+                trainee.engine.backward(out.loss)
         loss += out.loss.detach()
     pulse.enter("reducing gradients")
-    trainee.engine.reduce()
+    with phase("reduce"):
+        trainee.engine.reduce()
     return loss

@@ -17,7 +17,8 @@ from longspan.integrations.quantize import needed_bytes, quantize_layers
 from longspan.mesh import Mesh
 from longspan.optim import Stepping, build_optimizer, choose_stepping
 from longspan.plan.keep import Keep, Memory
-from longspan.train.metrics import Work, model_work
+from longspan.train.meter import Meter
+from longspan.train.metrics import model_work
 from longspan.weights import whole_shape
 
 
@@ -29,7 +30,7 @@ class Trainee:
         model: the model itself, for saving.
         module: what the engine made of it, for calling.
         handle: what `longspan.prepare` returned.
-        work: for MFU; None where it is not known.
+        meter: measures the steps of this process.
     """
 
     model: nn.Module
@@ -37,7 +38,7 @@ class Trainee:
     handle: Any
     engine: Engine
     stepping: Stepping
-    work: Work | None
+    meter: Meter
     device: torch.device
 
     @property
@@ -75,9 +76,9 @@ def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
     )
     if handle.automatic is not None:
         handle.automatic.expect(config.optimizer.kind, config.optimizer.step_in_backward)
-    work = model_work(model, model.config.get_text_config())
+    meter = Meter(device, handle.mesh, model_work(model, model.config.get_text_config()))
     module = engine.wrap(model, handle)
-    return Trainee(model, module, handle, engine, _stepping(module, engine, config), work, device)
+    return Trainee(model, module, handle, engine, _stepping(module, engine, config), meter, device)
 
 
 def check_memory(model: Any, device: torch.device, quantization: str = "none") -> None:

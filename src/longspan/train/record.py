@@ -1,0 +1,150 @@
+"""Keep the record of a run beside its metrics: run.json as it starts, report.html as it ends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import torch
+
+from longspan.config import RunConfig
+from longspan.errors import ConfigError, TrainingError
+from longspan.plan.plan import Plan
+from longspan.report import Facts, PlanFacts, conclude, end_of, read_facts, write_facts
+from longspan.report.facts import Device, Place
+from longspan.train.loggers import About, Logger, chosen, open_loggers, scalars
+from longspan.train.metrics import Row
+from longspan.train.progress import Progress
+
+PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors")
+EXTRAS = ("accelerate", "datasets", "peft", "deepspeed", "torchao", "matplotlib", "tensorboard", "wandb", "trackio")
+
+
+class Record:
+    """Shows a run as `Progress` does, sends it to loggers, and writes down what is needed to tell of it afterwards.
+
+    Args:
+        handle: what `longspan.prepare` returned; its plan is known once a length has been seen.
+        introduction: what the run is, in a line.
+        data: what became of the documents, in a line.
+    """
+
+    def __init__(
+        self, config: RunConfig, progress: Progress, handle: Any, device: torch.device, introduction: str, data: str
+    ) -> None:
+        self._config, self._progress, self._handle = config, progress, handle
+        self._folder = Path(config.output_dir)
+        before = self._before() if config.resume else None
+        self._names, remark = chosen(config.logging)
+        self._loggers: list[Logger] = []
+        self._plans = 0
+        self._last: Row | None = None
+        self._told = ""
+        self._facts = Facts(
+            run=secrets.token_hex(4) if before is None else before.run,
+            starts=[*(() if before is None else before.starts), datetime.now(UTC).isoformat(timespec="seconds")],
+            introduction=introduction,
+            data=data,
+            config=config.model_dump(mode="json"),
+            versions=versions(),
+            machine=place(device, handle.mesh.world.size),
+            plan=PlanFacts.model_validate(handle.plan.to_json()),
+        )
+        self.note(introduction)
+        if remark is not None:
+            self.note(remark)
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._progress.__exit__(kind, error, tb)
+        for logger in self._loggers:
+            logger.close()
+        stopped = error is None and self._last is not None and self._last.step < self._config.max_steps
+        self.note(conclude(self._folder, self._facts, end_of(error, self._told if stopped else None)))
+
+    def note(self, text: str) -> None:
+        """Write a line that stays."""
+        self._told = text
+        self._progress.note(text)
+
+    def step(self, row: Row) -> None:
+        """Show and log a step."""
+        self._last = row
+        self._progress.step(row)
+        if self._names and not self._loggers:
+            facts = self._facts
+            about = About(self._folder, facts.run, row.step, self._config.logging.project, facts.config)
+            self._loggers = open_loggers(self._names, about)
+        for logger in self._loggers:
+            logger.log(row.step, scalars(row))
+        self._note_plan()
+
+    def _before(self) -> Facts | None:
+        """Return what an earlier start has left; a file that cannot be read must not keep a run from going on."""
+        try:
+            return read_facts(self._folder)
+        except ConfigError as error:
+            self._progress.note(f"{error} It is written anew.")
+            return None
+
+    def _note_plan(self) -> None:
+        """Write down the plan for the most demanding rows so far, where there is a new one."""
+        automatic = self._handle.automatic
+        plans: Mapping[Any, Plan] = {} if automatic is None else automatic.plans
+        if len(plans) == self._plans:
+            return
+        self._plans = len(plans)
+        most = max(plans.values(), key=lambda plan: (sum(plan.gpu_bytes.values()), plan.seq_len or 0))
+        self._facts.plan = PlanFacts.model_validate(most.to_json())
+        self._write()
+
+    def _write(self) -> None:
+        """Write down what is known; a disk that refuses is told of, and takes nothing from the run."""
+        try:
+            write_facts(self._folder, self._facts)
+        except TrainingError as error:
+            self.note(str(error))
+
+
+def versions() -> dict[str, str | None]:
+    """Return what is installed, None for what is not."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in (*PACKAGES, *EXTRAS)}}
+
+
+def devices() -> list[Device]:
+    """Return the GPUs of this host and the host itself, with their memory."""
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    found = [Device(type="cuda", name=gpu.name, memory_bytes=gpu.total_memory) for gpu in gpus]
+    memory_bytes = psutil.virtual_memory().total
+    return [*found, Device(type="cpu", name=f"{os.cpu_count()} CPU cores", memory_bytes=memory_bytes)]
+
+
+def place(device: torch.device, processes: int) -> Place:
+    """Return where a run trains."""
+    return Place(
+        host=socket.gethostname(),
+        platform=platform.platform(),
+        processes=processes,
+        device=device.type,
+        devices=devices(),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
