@@ -82,7 +82,11 @@ class Meter:
             gpu_bytes=memory.gpu_bytes,
             host_bytes=memory.host_bytes,
             step_s=step_s,
-            **{f"{name}_s": phases.get(name, 0.0) for name in ("data", "forward", "backward", "reduce", "optimizer")},
+            data_s=phases.get("data", 0.0),
+            forward_s=phases.get("forward", 0.0),
+            backward_s=phases.get("backward", 0.0),
+            reduce_s=phases.get("reduce", 0.0),
+            optimizer_s=phases.get("optimizer", 0.0),
             other_s=max(0.0, step_s - sum(phases.values())),
             exchange_s=waits.get(EXCHANGE, 0.0),
         )

@@ -26,7 +26,7 @@ from longspan.train.metrics import Row
 from longspan.train.progress import Progress
 
 PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors")
-EXTRAS = ("accelerate", "datasets", "peft", "deepspeed", "torchao", "matplotlib", "tensorboard", "wandb", "trackio")
+EXTRAS = ("accelerate", "datasets", "matplotlib", "peft", "deepspeed", "torchao", "tensorboard", "wandb", "trackio")
 
 
 class Record:

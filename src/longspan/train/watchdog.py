@@ -50,7 +50,8 @@ class Watchdog:
     def __enter__(self) -> Self:
         self._file.unlink(missing_ok=True)  # of an earlier run
         if dist.is_initialized():
-            self._store = _get_default_store().clone()  # of its own: the training thread may hold on to the other one
+            store: Any = _get_default_store()
+            self._store = store.clone()  # of its own: the training thread may hold on to the other one
             self._store.set_timeout(_STORE_TIMEOUT)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
