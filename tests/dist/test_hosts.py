@@ -1,4 +1,4 @@
-"""Two hosts train together over TCP, and notice when the link between them is cut: network namespaces stand for hosts."""
+"""Two hosts train together over TCP, and notice when their link is cut: network namespaces stand for hosts."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_link_that_is_cut_is_noticed(hosts: None, tmp_path: Path) -> None:
         for process in both:
             process.kill()
     assert "process 0 has not ended a step" in said  # also on the terminal
-    for rank, report in enumerate(reports):
+    for report in reports:
         text = report.read_text()
         assert any(phase in text for phase in ("forward", "backward", "reducing gradients", "optimizer")), text
     assert "process 1: step" in reports[0].read_text() and "has not reported for" in reports[0].read_text()
