@@ -74,21 +74,24 @@ JUNK: list[Callable[[Random], Any]] = [
 ]
 
 
-def mutated(draw: Random, value: Any) -> Any:
+def mutated(draw: Random, value: Any, junk: list[Callable[[Random], Any]] = JUNK) -> Any:
     """Change one place of a value, at any depth."""
     if draw.random() < 0.35 or not isinstance(value, dict | list) or not value:
-        return draw.choice(JUNK)(draw)
+        return draw.choice(junk)(draw)
     if isinstance(value, list):
         at = draw.randrange(len(value))
-        return [*value[:at], mutated(draw, value[at]), *value[at + 1 :]]
+        return [*value[:at], mutated(draw, value[at], junk), *value[at + 1 :]]
     name = draw.choice(list(value))
     rest = {key: item for key, item in value.items() if key != name}
     how = draw.random()
     if how < 0.15:
         return rest
     if how < 0.3:
-        return {**value, draw.choice(["text", "labels", "messages", "prompt", "tools", "role"]): mutated(draw, None)}
-    return {**rest, name: mutated(draw, value[name])}
+        return {
+            **value,
+            draw.choice(["text", "labels", "messages", "prompt", "tools", "role"]): mutated(draw, None, junk),
+        }
+    return {**rest, name: mutated(draw, value[name], junk)}
 
 
 def encoded(value: Any) -> bytes:
@@ -134,7 +137,7 @@ def table(draw: Random) -> tuple[Any, bool]:
         return pa.Table.from_pylist([row]), True
     if draw.random() < 0.4:
         try:
-            return pa.Table.from_pylist([{"text": None, **mutated(draw, row)}]), False
+            return pa.Table.from_pylist([{"text": None, **mutated(draw, row, JUNK[:-1])}]), False
         except (pa.ArrowException, TypeError, OverflowError, UnicodeEncodeError):
             pass  # junk that no table can hold
     typed = [

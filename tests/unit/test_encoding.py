@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from longspan.errors import ConfigError
 from longspan.integrations.encoding import Encoder
 from longspan.integrations.tokenizer import byte_tokenizer, load_tokenizer
 
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% if m.tool_calls %}{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + CALLS + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+    TOOLS + "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}" + CALLS + "<|end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -238,6 +240,69 @@ def test_parts_that_a_template_prints_as_they_are_do_not_pass() -> None:
         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}",
     )
     assert learnt(*encoder("bytes", reads).chat(parts), "bytes") == "hi<|im_end|>\n"
+
+
+CALLING = said("assistant", "", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "reason"),
+    [
+        ([said("user", "x"), CALLING, said("user", "y")], None, "leaves `tool_calls` out"),
+        ([said("system", "be brief"), said("user", "x")], None, "leaves out what message 1 says"),
+        ([said("user", "x")], [{"function": {"name": "add"}}], "leaves `tools` out"),
+        ([said("user", "x")], [{"name": 3}], "leaves `tools` out"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(messages: list[Any], tools: Any, reason: str) -> None:
+    plain = "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    for targets in ("assistant", "all"):
+        with pytest.raises(ValueError, match=reason):
+            encoder("bytes", plain, targets).chat(messages, tools)
+
+
+def test_reasoning_may_be_left_out_and_texts_may_be_escaped() -> None:
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] | tojson }}{% endfor %}"
+    ids, _ = encoder("bytes", template, "all").chat([said("user", 'a "b"\n'), said("assistant", "<think>c</think>d")])
+    assert TOKENIZERS["bytes"].decode(ids) == '<|user|>"a \\"b\\"\\n"<|assistant|>"d"'
+
+
+def families() -> list[Path]:
+    trl = importlib.util.find_spec("trl")
+    return [] if trl is None else sorted(Path(str(trl.origin)).parent.glob("chat_templates/*.jinja"))
+
+
+@pytest.mark.parametrize("file", families(), ids=lambda file: file.stem)
+def test_templates_of_real_families_teach_what_was_said_or_are_refused(file: Path) -> None:
+    template, accepted = file.read_text(encoding="utf-8"), []
+    call = CALLING["tool_calls"]
+    chats: dict[str, tuple[list[Any], Any, int, list[str]]] = {
+        "one": ([said("user", "the quick"), said("assistant", "brown fox")], None, 0, ["brown fox"]),
+        "two": (CHAT[1:], None, 0, ["brown fox", "4"]),
+        "last": (CHAT[1:], None, 3, ["4"]),
+        "called": (
+            [*CHAT[3:4], CALLING, said("tool", "3.9", name="add"), said("assistant", "4")],
+            call,
+            0,
+            ["add", "4"],
+        ),
+    }
+    for name, (messages, tools, context, expected) in chats.items():
+        try:
+            ids, mask = encoder("bpe", template).chat(messages, tools, context)
+        except ValueError as error:
+            assert str(error).startswith(("the chat template", "a token of the chat"))
+            continue
+        accepted.append(name)
+        found = learnt(ids, mask, "bpe")
+        assert all(text in found for text in expected), name
+        assert not any(text in found for text in ("the quick", "2 + 2", "3.9")), name
+        assert context == 0 or "brown fox" not in found
+    in_parts = ("idefics", "llava", "smolvlm")
+    asks_otherwise = ("deepseek_r1_distill", "deepseekv3", "nemotron")
+    unmarked = "_training" not in file.stem
+    if not file.stem.startswith(in_parts) and not (unmarked and file.stem.startswith(asks_otherwise)):
+        assert {"one", "last"} <= set(accepted)
 
 
 def test_a_template_from_a_file_is_part_of_the_tokenizer(tmp_path: Path) -> None:

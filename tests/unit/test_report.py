@@ -189,13 +189,25 @@ def test_runs_without_a_prediction_say_so(tmp_path: Path, changes: dict[str, Any
 
 def test_key_figures(tmp_path: Path) -> None:
     steps = [
-        {"step": s, "loss": 3.0 - s, "step_s": 2.0, "tokens": 10, "tokens_per_s": v, "exchange_s": 0.5, "mfu": None}
+        {
+            "step": s,
+            "loss": 3.0 - s,
+            "grad_norm": 1.0,
+            "step_s": 2.0,
+            "tokens": 10,
+            "tokens_per_s": v,
+            "exchange_s": 0.5,
+            "mfu": None,
+        }
         for s, v in ((1, 1.0), (2, 5.0), (3, 7.0))
     ]
     shown = {f.name: (f.value, f.note) for f in figures(story(stories.leave(tmp_path, None, steps)))}
     assert shown["Loss"] == ("0", "from 2") and shown["Tokens"] == ("30", "3 steps in 6s")
     assert shown["Tokens per second"][0] == "6" and shown["Waiting for exchanges"][0] == "25.0 %"
-    assert "MFU" not in shown and "GPU memory" not in shown
+    assert not {"MFU", "GPU memory", "Skipped steps"} & set(shown)
+    steps[1] |= {"loss": None, "skipped": True}
+    shown = {f.name: f.value for f in figures(story(stories.leave(tmp_path, None, steps)))}
+    assert shown["Skipped steps"] == "1" and shown["Loss"] == "0"
 
 
 def test_a_long_loss_is_smoothed_around_each_step(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ app = typer.Typer(
     name="longspan",
     help="Train Hugging Face causal language models on very long sequences, exactly.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(train)

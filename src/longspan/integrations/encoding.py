@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -83,14 +84,12 @@ class Encoder:
         **Cost**: a rendering per assistant's turn, of all turns before it, unless the template marks them itself.
         """
         whole = self._render(messages, tools)
-        for message in messages:
-            if isinstance(message["content"], list) and str(message["content"]) in whole:
-                raise ValueError("the chat template cannot write `content` in parts; write it as one text")
+        self._check_whole(messages, tools, whole)
         if self._all:
             return self._ids(whole, special=False), None
         if _MARK.search(self._tokenizer.get_chat_template(tools=tools)):
             ids, mask = self._marked(messages, tools)
-            first = self._tokens(whole).index(self._turn(messages[:context], tools, whole)) if context else 0
+            first = self._tokens(whole).index(self._context(messages[:context], tools, whole)) if context else 0
             return ids, [False] * first + mask[first:]
         tokens = self._tokens(whole)
         mask = [False] * len(tokens.ids)
@@ -98,6 +97,36 @@ class Encoder:
             first, last = tokens.index(start), tokens.index(end)
             mask[first:last] = [True] * (last - first)
         return tokens.ids, mask
+
+    def _check_whole(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, whole: str) -> None:
+        """Refuse what a template leaves out, as those do that know no tools, or read `content` in one way only.
+
+        **Cost**: a rendering more where there are tools, and where there are calls of them.
+        """
+        for number, message in enumerate(messages, 1):
+            content = message["content"]
+            if isinstance(content, list) and str(content) in whole:
+                raise ValueError("the chat template cannot write `content` in parts; write it as one text")
+            if message["role"] == "tool":
+                continue  # what tools return is written in many ways
+            for text in [part["text"] for part in content] if isinstance(content, list) else [content]:
+                answer = text.rsplit("</think>", 1)[-1].strip()  # reasoning may be left out on purpose
+                if answer not in whole and json.dumps(answer, ensure_ascii=False)[1:-1] not in whole:
+                    raise ValueError(
+                        f"the chat template leaves out what message {number} says; it may want `content` in parts, or "
+                        "know no such role"
+                    )
+        mute = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        if mute != list(messages) and self._writes(mute, tools, whole):
+            raise ValueError("the chat template leaves `tool_calls` out; give data.chat_template one that knows tools")
+        if tools and self._writes(messages, None, whole):
+            raise ValueError("the chat template leaves `tools` out; give data.chat_template one that knows tools")
+
+    def _writes(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, text: str) -> bool:
+        try:
+            return self._render(messages, tools) == text
+        except ValueError:
+            return False
 
     def _turns(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, context: int, whole: str
@@ -123,6 +152,11 @@ class Encoder:
                 f"the chat template does not continue what it writes to ask for message {len(before) + 1}; {_WAY_OUT}"
             )
         return len(opened)
+
+    def _context(self, before: Sequence[dict[str, Any]], tools: list[Any] | None, whole: str) -> int:
+        """Return where in the whole text some messages end, with or without what asks for the next one."""
+        written = self._render(before, tools)
+        return len(written) if whole.startswith(written) else self._turn(before, tools, whole)
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, **options: Any) -> str:
         with _template_at_work():

@@ -45,6 +45,7 @@ class Comparison:
 def figures(story: Story) -> list[Figure]:
     """Return the key figures of a run that has steps."""
     loss, gpu, host = story.known("loss"), story.largest("peak_gpu_bytes"), story.largest("peak_host_bytes")
+    skipped = sum(row.get("loss") is None or row.get("grad_norm") is None for row in story.rows)
     found = [
         Figure("Loss", short(loss[-1]), f"from {short(loss[0])}") if loss else None,
         _median(story, "Tokens per second", "tokens_per_s", lambda v: f"{v:,.0f}", "median, each counted once"),
@@ -53,6 +54,7 @@ def figures(story: Story) -> list[Figure]:
         _waiting(story),
         Figure("GPU memory", gib(gpu), "peak of the fullest GPU") if gpu else None,
         Figure("Host memory", gib(host), "peak of the largest process") if host else None,
+        Figure("Skipped steps", f"{skipped:,}", "not finite, gaps in the charts") if skipped else None,
         Figure("Tokens", f"{sum(story.known('tokens')):,.0f}", f"{len(story.rows):,} steps in {_time(story)}"),
     ]
     return [figure for figure in found if figure is not None]

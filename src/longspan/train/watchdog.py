@@ -26,8 +26,64 @@ _LOOK_S = 5.0
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 
+class Word:
+    """Tells the other processes where this one is, and asks where they are, in a thread of its own: where the first
+    host, which keeps the store, is gone or cut off, it waits for an answer without end, and nobody waits for it.
+
+    Cost: a message to the store every few seconds.
+    """
+
+    def __init__(self, pulse: Pulse, rank: int, look_s: float) -> None:
+        self._pulse, self._rank, self._look_s = pulse, rank, look_s
+        self._ended = threading.Event()
+        self._asked, self._answered = threading.Event(), threading.Event()
+        self._others: list[str] = []
+
+    def start(self) -> None:
+        """Begin to tell."""
+        store: Any = _get_default_store()
+        own = store.clone()  # the training thread may hold on to the other one
+        own.set_timeout(_STORE_TIMEOUT)
+        self._thread = threading.Thread(target=self._talk, args=(own,), name="word", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Tell no more."""
+        self._ended.set()
+        self._asked.set()
+        self._thread.join(1.0)  # it may wait for the store
+
+    def of_others(self) -> list[str]:
+        """Return where each process was when it last left word."""
+        self._asked.set()
+        if not self._answered.wait(2 * self._look_s):
+            return ["the processes' store does not answer: the first host is down, or the link to it"]
+        return self._others
+
+    def _talk(self, store: Any) -> None:
+        while not self._ended.is_set():
+            try:
+                store.set(_key(self._rank), json.dumps([time.time(), str(self._pulse.now)]))
+                if self._asked.is_set():
+                    self._others = [self._line(store, rank) for rank in range(dist.get_world_size())]
+                    self._answered.set()
+                    return
+            except RuntimeError:  # who keeps it is gone, which the training thread will notice by itself
+                return
+            self._asked.wait(self._look_s)
+
+    def _line(self, store: Any, rank: int) -> str:
+        told = store.get(_key(rank)) if store.check([_key(rank)]) else None
+        if told is None:
+            return f"process {rank}: has not reported"
+        time_s, where = json.loads(told)
+        age_s = time.time() - time_s
+        silent = f", and has not reported for {age_s:.0f} s" if age_s > 3 * self._look_s else ""
+        return f"process {rank}: {where}{silent}"
+
+
 class Watchdog:
-    """Watches a run's pulse from a thread, tells the other processes where this one is, and ends it if it hangs.
+    """Watches a run's pulse from a thread, and ends the process if it hangs.
 
     Where it hangs so deep in foreign code that no Python thread runs, a thread of the interpreter's own prints the
     stacks and ends it a little later.
@@ -36,7 +92,7 @@ class Watchdog:
         limit_s: longest time of a step; `FIRST` times as long for the first.
         folder: where `watchdog-rank<n>.txt` is written if it comes to that.
 
-    Cost: a message to the processes' store every few seconds; nothing in the training thread.
+    Cost: as `Word`; nothing in the training thread.
     """
 
     def __init__(self, pulse: Pulse, limit_s: float, folder: Path) -> None:
@@ -45,20 +101,20 @@ class Watchdog:
         self._file = report_file(folder, self._rank)
         self._look_s = min(_LOOK_S, limit_s / 10)
         self._ended = threading.Event()
-        self._store: Any = None
+        self._word = Word(pulse, self._rank, self._look_s) if dist.is_initialized() else None
 
     def __enter__(self) -> Self:
         self._file.unlink(missing_ok=True)  # of an earlier run
-        if dist.is_initialized():
-            store: Any = _get_default_store()
-            self._store = store.clone()  # of its own: the training thread may hold on to the other one
-            self._store.set_timeout(_STORE_TIMEOUT)
+        if self._word is not None:
+            self._word.start()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._ended.set()
+        if self._word is not None:
+            self._word.end()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
@@ -67,21 +123,10 @@ class Watchdog:
             limit_s = self._limit_s if self._pulse.steps else FIRST * self._limit_s
             last_s = limit_s + 6 * self._look_s
             faulthandler.dump_traceback_later(last_s, exit=True, file=sys.__stderr__)  # pyright: ignore[reportArgumentType]
-            self._tell()
             if time.monotonic() - self._pulse.beat_s > limit_s:
                 self._end(limit_s)
             if self._ended.wait(self._look_s):
                 return
-
-    def _tell(self) -> None:
-        """Leave word for the other processes; without a store they are on their own."""
-        if self._store is None:
-            return
-        now = self._pulse.now
-        try:
-            self._store.set(_key(self._rank), json.dumps([time.time(), str(now)]))
-        except RuntimeError:  # who keeps it is gone, which the training thread will notice by itself
-            self._store = None
 
     def _end(self, limit_s: float) -> None:
         report = self._report(limit_s)
@@ -104,26 +149,8 @@ class Watchdog:
             "the last checkpoint with --resume, or let torchrun --max-restarts do it. If a step really takes that "
             "long, raise faults.timeout_minutes."
         )
-        return "\n".join([said, *self._others(), *_stacks()])
-
-    def _others(self) -> list[str]:
-        """Say where each process was when it last left word."""
-        if self._store is None:
-            return []
-        said = []
-        for rank in range(dist.get_world_size()):
-            try:
-                told = self._store.get(_key(rank)) if self._store.check([_key(rank)]) else None
-            except RuntimeError:
-                return [*said, "the processes' store is gone: the first host is down"]
-            if told is None:
-                said.append(f"process {rank}: has not reported")
-                continue
-            time_s, where = json.loads(told)
-            age_s = time.time() - time_s
-            silent = f", and has not reported for {age_s:.0f} s" if age_s > 3 * self._look_s else ""
-            said.append(f"process {rank}: {where}{silent}")
-        return said
+        others = [] if self._word is None else self._word.of_others()
+        return "\n".join([said, *others, *_stacks()])
 
 
 def report_file(folder: Path, rank: int) -> Path:
