@@ -47,7 +47,8 @@ def start(
     rank = dist.get_rank()
     told = {"TORCHELASTIC_RESTART_COUNT": str(counts[rank]), "TORCHELASTIC_USE_AGENT_STORE": str(port is not None)}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or 0)}
-    with patch.dict(os.environ, told):
+    decide = launch.goes_on if rank == 0 else None  # what others see of the disk counts for nothing
+    with patch.dict(os.environ, told), patch.object(launch, "goes_on", decide):
         try:
             config, name = launch._begin_or_go_on(config_of(folder, **changes))
         except ConfigError as error:
