@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from longspan.cli.launch import start
 from longspan.config import load_config, parse_config
+from longspan.integrations.planning import cluster_for, task_for
 from longspan.integrations.presets import preset_config
+from longspan.integrations.shapes import model_shape
+from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB
+from longspan.train.preflight import preflight
 from test_plan_public import run
 
 LLAMA = ("--model", "llama-8b", "--gpus", "2xH200", "--host-memory", "256GiB")
@@ -100,7 +106,6 @@ def test_yaml_is_a_run(tmp_path: Path, flags: tuple[str, ...], expected: dict[st
 
 
 def test_a_planned_run_trains(tmp_path: Path) -> None:
-    from longspan.cli.launch import start
 
     code, out, _ = run("--model", "tiny-llama", "--gpus", "cpu", "--seq-len", "256", "--engine", "single", "--yaml")
     assert code == 0
@@ -128,3 +133,27 @@ def test_errors(flags: tuple[str, ...], said: str) -> None:
     code, out, err = run(*flags)
     assert (code, out) == (2, "")
     assert said in err and err.count("Error: ") == 1 and "Traceback" not in err
+
+
+def test_yaml_for_rows_beyond_the_positions(tmp_path: Path) -> None:
+    """What is said to train is checked as a run is, data included; models with weights are not stretched in silence."""
+    code, out, _ = run("--model", "tiny-llama", "--gpus", "cpu", "--seq-len", "192K", "--engine", "single", "--yaml")
+    assert code == 0
+    text = tmp_path / "long.txt"
+    text.write_text("x" * 140_000)
+    (tmp_path / "run.yaml").write_text(out)
+    over = {("data", "files"): [str(text)], ("output_dir",): str(tmp_path / "out")}
+    corpus, _ = preflight(load_config(tmp_path / "run.yaml", over), 1)
+    assert max(corpus.lengths_tokens) >= 140_000
+    preset_config("tiny-llama", max_position_embeddings=8192).save_pretrained(tmp_path / "model")
+    flags = ("--model", str(tmp_path / "model"), "--gpus", "cpu", "--seq-len", "32K", "--engine", "single", "--yaml")
+    code, out, err = run(*flags)
+    assert (code, out) == (2, "") and "fewer than rows of 32,768 tokens" in err and "model.rope" in err
+
+
+def test_shards_that_are_shorter_than_a_tile() -> None:
+    """Many short rows leave a rank fewer tokens of each than the smallest tile has."""
+    task = task_for(model_shape("tiny-llama"), cluster_for(find_machine("h200"), 2, 8, 100 * GIB, 0), "fsdp2", "adamw")
+    for tokens in (512, 1024, 2048):
+        choice = replace(task, rows=16).choose(tokens)
+        assert choice is not None and choice.step_s > 0

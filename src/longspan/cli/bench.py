@@ -30,7 +30,7 @@ from longspan.cli.bench_flags import (
 from longspan.cli.bench_jobs import ExchangeJob, WorkJob
 from longspan.cli.flags import with_flags
 from longspan.cli.ranks import has_gpu, join, start
-from longspan.config import parse_size
+from longspan.config import AdapterConfig, parse_size
 from longspan.errors import ConfigError, LongspanError, TrainingError
 
 bench = typer.Typer(
@@ -290,7 +290,8 @@ def _add_peers(asked: Asked, flags: StepFlags, run: Run, content: dict[str, Any]
 def _work(flags: WorkFlags) -> Work:
     return Work(
         flags.model, _processes(flags), flags.layers, flags.ulysses, flags.ring, flags.kernel, flags.engine,
-        flags.optimizer, _host_bytes(flags.host_memory), flags.seed, flags.lora_rank,
+        flags.optimizer, _host_bytes(flags.host_memory), flags.seed,
+        None if flags.lora_rank is None else AdapterConfig(kind="lora", rank=flags.lora_rank),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ class Flags:
     """The command line of `plan`."""
 
     model: Annotated[str, _option("A preset, a folder (its config.json is enough) or a hub id.", "NAME")]
-    gpus: Annotated[str, _option("Number and kind of GPUs, all of which share a sequence: 2xH200.", "NxKIND")]
+    gpus: Annotated[str, _option("Number and kind of GPUs, all of which share a sequence: 2xH200; or 2xcpu.", "NxKIND")]
     host_memory: Annotated[
         str | None, _option("Memory of a node: 256GiB, 1.9TB. (default: nothing is kept on the host)", "SIZE")
     ] = None
@@ -50,9 +50,7 @@ class Flags:
             show_default=True,
         ),
     ] = "auto"
-    lora_rank: Annotated[
-        int | None, _option("Train adapters of this rank in place of the model. (a whole number >= 1)", "N", min=1)
-    ] = None
+    lora_rank: Annotated[int | None, _option("Train adapters of this rank in place of the model.", "N", min=1)] = None
     lora_targets: Annotated[
         str, _option("Modules that get adapters, separated by commas.", "NAMES", show_default=True)
     ] = "all-linear"
@@ -60,8 +58,8 @@ class Flags:
         bool,
         typer.Option(
             "--calibrate",
-            help="First measure the GPUs of this host (a minute), for this and all later plans; then take a step as "
-            "planned, of random weights, with little of attention. (default false)",
+            help="Measure the GPUs of this host first, for this and all later plans and runs; then take one step as "
+            "planned, with random weights and little of attention. (default false)",
         ),
     ] = False
     json_: Annotated[
@@ -132,6 +130,10 @@ def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
 
 
 def _lengths(flags: Flags) -> list[int | None]:
+    if flags.calibrate and flags.gpu_memory is not None:
+        raise ConfigError(
+            "--calibrate measures the GPUs of this host, with the memory they have: leave --gpu-memory out."
+        )
     if flags.yaml_ and flags.json_:
         raise ConfigError("--yaml and --json both want all of stdout: take one.")
     if flags.seq_len is None:
@@ -162,7 +164,7 @@ def _fitted(flags: Flags, made: Any) -> dict[str, Any]:
     from longspan.plan.machine import parse_bytes
 
     host_bytes = 0 if flags.host_memory is None else parse_bytes(flags.host_memory)
-    return fitted(made, flags.model, flags.lora_rank, flags.gpus, host_bytes)
+    return fitted(made, flags.model, _adapter(flags), flags.gpus, host_bytes)
 
 
 def _show(plans: list[Any]) -> None:

@@ -90,7 +90,9 @@ def join(job: Job) -> dict[str, Any] | None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size != job.processes:
-        raise TopologyError(f"torchrun started {world_size} processes, but {job.processes} were asked for (--sp).")
+        raise TopologyError(
+            f"torchrun started {world_size} processes, but {job.processes} were asked for (--sp or --nproc)."
+        )
     device = choose_device(job.device, int(os.environ["LOCAL_RANK"]), local_size)
     with _group(device, world_size, rank, "env://"):
         return job.run(device)
@@ -199,7 +201,7 @@ def choose_device(asked: str, rank: int, processes: int) -> Any:
     count = torch.cuda.device_count()
     if asked == "cuda" and count < processes:
         raise TopologyError(
-            f"--sp {processes} needs {processes} GPUs, found {count}: take --device cpu or a smaller --sp."
+            f"{processes} processes need {processes} GPUs, found {count}: start fewer, or take the CPU (--device cpu)."
         )
     if asked == "cpu" or count < processes:
         return torch.device("cpu")
