@@ -17,6 +17,7 @@ from longspan.integrations.presets import preset_config
 from longspan.integrations.shapes import model_shape
 from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB
+from longspan.report.words import short
 from longspan.train.preflight import preflight
 from test_plan_public import run
 
@@ -30,11 +31,11 @@ def test_one_length_by_cause() -> None:
     made = json.loads(run(*LLAMA, "--seq-len", "128K", "--json")[1])
     for cause, size in made["gpu_bytes"].items():
         assert f"{size / GIB:.1f}" in next(line for line in out.splitlines() if line.startswith(f"{cause} "))
-    assert f"{made['seconds']['attention']:.3g}" in out
+    assert short(made["seconds"]["attention"]) in out
     assert lines and f"{made['tokens_per_s']:,.0f} tokens/s" in out
     total = next(line for line in out.splitlines() if line.startswith("in all"))
     assert total.split()[2] == f"{sum(made['gpu_bytes'].values()) / GIB:.1f}"
-    assert total.split()[-1] == f"{made['step_s']:.3g}"
+    assert total.split()[-1] == short(made["step_s"])
 
 
 def test_several_lengths() -> None:
@@ -44,7 +45,7 @@ def test_several_lengths() -> None:
     assert [row[0] for row in rows] == ["32,768", "131,072", "1,048,576"]
     made = json.loads(run(*LLAMA, "--seq-len", "32K,128K,1M", "--json")[1])
     assert [plan["seq_len"] for plan in made] == [32768, 131072, 1048576]
-    assert [row[1] for row in rows] == [f"{plan['step_s']:.3g}" for plan in made]
+    assert [row[1] for row in rows] == [short(plan["step_s"]) for plan in made]
 
 
 def test_the_longest() -> None:
@@ -123,7 +124,7 @@ def test_a_planned_run_trains(tmp_path: Path) -> None:
         ((*LLAMA, "--max-seq", "--seq-len", "32K"), "--max-seq looks for the longest rows"),
         ((*LLAMA, "--seq-len", "32K,64K", "--yaml"), "names 2: take one"),
         ((*LLAMA, "--yaml", "--json"), "--yaml and --json"),
-        ((*LLAMA, "--seq-len", "32K,"), "--seq-len 32K, is not a size"),
+        ((*LLAMA, "--seq-len", "32K,"), "--seq-len '' is not a size"),
         ((*LLAMA, "--lora-targets", "q_proj"), "--lora-rank"),
         ((*LLAMA, "--lora-rank", "8", "--lora-targets", "nothing"), "has no module 'nothing'"),
         (("--model", "llama-1b", "--gpus", "2xH200", "--engine", "ddp", "--seq-len", "8K", "--yaml"), "fsdp2"),

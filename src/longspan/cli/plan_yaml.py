@@ -13,6 +13,7 @@ from longspan.integrations.positions import window_tokens
 from longspan.integrations.presets import PRESETS
 from longspan.plan.plan import Plan
 from longspan.plan.setup import IN_BACKWARD
+from longspan.report.words import short
 
 _HEAD = """\
 # {about}
@@ -55,7 +56,7 @@ def run_yaml(plan: Plan, model: str, adapter: AdapterConfig | None, gpus: int | 
         values["adapter"] = adapter.model_dump(mode="json", exclude_defaults=True)
     parse_config(yaml.safe_load(yaml.safe_dump(values)))  # what is told to be taken is taken
     where = "a CPU" if gpus is None else f"{gpus} GPU{'s' * (gpus > 1)}"
-    about = f"{model}, rows of {plan.seq_len:,} tokens on {where}: {plan.step_s:.3g} s a step expected."
+    about = f"{model}, rows of {plan.seq_len:,} tokens on {where}: {short(plan.step_s or 0)} s a step expected."
     return _HEAD.format(about=about, keep=_KEEP) + yaml.safe_dump(values, sort_keys=False)
 
 

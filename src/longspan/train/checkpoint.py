@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from longspan.engines import protocol
 from longspan.errors import ConfigError, TrainingError
 from longspan.once import is_first
-from longspan.report.facts import REPORT, RUN
+from longspan.report.facts import METRICS, REPORT, RUN
 from longspan.train.agreement import Agreement
 from longspan.train.loggers import TENSORBOARD
 
-METRICS = "metrics.jsonl"
 ACCOUNT = (RUN, REPORT, TENSORBOARD)
 """What tells of a run; a folder that holds nothing else has nothing to lose."""
 
