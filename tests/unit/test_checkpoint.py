@@ -10,6 +10,7 @@ from torch import nn
 
 from longspan.errors import ConfigError, TrainingError
 from longspan.train.checkpoint import check_output, clear_output, full_state, write_folder
+from longspan.train.watchdog import report_file
 
 
 def write(path: Path, text: str) -> None:
@@ -34,8 +35,23 @@ def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     (tmp_path / "metrics.jsonl").write_text("x")
     (tmp_path / "model").mkdir()
+    (tmp_path / "watchdog-rank12.txt").write_text("x")
     clear_output(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_what_cannot_be_cleared_is_not_passed_over(tmp_path: Path) -> None:
+    """Or a start might take it for its own."""
+    (tmp_path / "elsewhere" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        clear_output(tmp_path / "out")
+
+
+def test_a_run_that_hung_at_once_has_left_nothing_to_lose(tmp_path: Path) -> None:
+    report_file(tmp_path, 12).write_text("x")
+    check_output(tmp_path, overwrite=False)
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,13 @@ def test_output_that_is_there_already(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
+def test_overwriting_waits_for_settings_that_can_work(tmp_path: Path) -> None:
+    assert longspan("train", run_file(tmp_path))[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    expect_error(longspan("train", run_file(tmp_path), "--overwrite", "--data-files", "none*"), 2, "matches no file")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+
+
 def test_a_loss_that_is_not_finite_leaves_whole_rows_and_no_model(tmp_path: Path) -> None:
     arguments = ("--optimizer-lr", "1e30", "--max-steps", "5")
     expect_error(longspan("train", run_file(tmp_path), *arguments), 1, "Step 2: loss", "Lower optimizer.lr (1e+30)")
@@ -200,6 +208,38 @@ def test_under_torchrun_the_first_process_of_each_host_tells_what_is_missing(
     else:
         assert done == (2, "", "")
     check_nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "restarts", "arguments", "said"),
+    [(0, 0, (), "is not empty"), (1, 0, (), "is not empty"), (0, 1, ("--overwrite",), "--resume")],
+)
+def test_under_torchrun_output_that_is_there_already_is_told_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    local_rank: int,
+    restarts: int,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    """The second process of a host gives the first one's word the time to end it."""
+    here = {"RANK": 0, "LOCAL_RANK": local_rank, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
+    for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    waited = list[float]()
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=waited.append))
+
+    def end(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(launch.failures, "end", end)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("x")
+    expect_error(longspan("train", run_file(tmp_path), *arguments), 2, said)
+    assert len(waited) == local_rank
+    assert [path.read_text() for path in (tmp_path / "out").iterdir()] == ["x"]
+    assert not dist.is_initialized()
 
 
 def curve(folder: Path) -> list[float]:

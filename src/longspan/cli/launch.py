@@ -22,16 +22,19 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from longspan.cli import failures
-from longspan.cli.rendezvous import shared_store
+from longspan.cli.rendezvous import run_name, shared_store
 from longspan.config import RunConfig
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, LongspanError, TrainingError
+from longspan.once import is_first
 from longspan.report import conclude, end_of, read_facts
+from longspan.train.agreement import Agreement
+from longspan.train.checkpoint import check_output
 from longspan.train.data import Corpus
 from longspan.train.loop import train
 from longspan.train.preflight import preflight
 from longspan.train.progress import Progress
-from longspan.train.resume import saveable
+from longspan.train.resume import goes_on
 from longspan.train.watchdog import patience, report_file
 
 _PRELOADED = ["longspan.cli.launch"]
@@ -65,6 +68,7 @@ def start(config: RunConfig, processes: int, stream: TextIO) -> int:
     Raises:
         LongspanError: what the check found, or the first error of a process.
     """
+    check_output(Path(config.output_dir), config.overwrite or config.resume)
     corpus, report = preflight(config, processes)
     print(f"data: {report}", file=stream, flush=True)
     if processes == 1:
@@ -85,13 +89,11 @@ def join(config: RunConfig, to_stderr: bool) -> int | None:
     host raises it; the others exit silently. After an error in the run a process ends at once: leaving in order would
     wait for the others. A run that torchrun starts again goes on from its last checkpoint.
     """
-    rank = int(os.environ["RANK"])
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and saveable(config):
-        config = config.model_copy(update={"resume": True, "overwrite": False})
+    rank, speaks = int(os.environ["RANK"]), os.environ["LOCAL_RANK"] == "0"
     try:
         corpus, report = preflight(config, int(os.environ["WORLD_SIZE"]))
     except LongspanError:
-        if int(os.environ["LOCAL_RANK"]) == 0:
+        if speaks:
             raise
         time.sleep(_PATIENCE_S)  # torchrun ends all processes with the first; let that be the one that speaks
         sys.exit(2)
@@ -101,6 +103,8 @@ def join(config: RunConfig, to_stderr: bool) -> int | None:
     try:
         last = _train_as_rank(config, corpus, stream, str(report))
     except Exception as error:
+        if isinstance(error, ConfigError) and not speaks:
+            time.sleep(_PATIENCE_S)
         failures.end(error)
     return last if rank == 0 else None
 
@@ -198,7 +202,32 @@ def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO, data: str)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
     with _process_group(device, config):
-        return train(config, corpus, device, _progress(config, stream) if rank == 0 else None, data)
+        config, run = _begin_or_go_on(config)
+        return train(config, corpus, device, _progress(config, stream) if rank == 0 else None, data, run)
+
+
+def _begin_or_go_on(config: RunConfig) -> tuple[RunConfig, str]:
+    """Return the settings of this start, and the name of its run, as the first process decides. Collective.
+
+    Each host counts the starts of its own processes, so it takes all of them to know whether there was one before.
+
+    Raises:
+        ConfigError: the output folder may not be used, on all processes.
+    """
+    agree = Agreement(f"look into {config.output_dir}", "See that all processes can read it.")
+    restarts = max(agree(lambda: int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))))
+
+    def decide() -> tuple[str, bool, str | None]:
+        run, new = run_name(patience(config.faults.timeout_minutes * 60))
+        try:
+            return run, goes_on(config, run, lost=new and restarts > 0), None
+        except ConfigError as error:
+            return run, False, str(error)
+
+    run, resume, problem = agree(lambda: decide() if is_first() else ("", False, None))[0]
+    if problem is not None:
+        raise ConfigError(problem)
+    return config.model_copy(update={"resume": resume, "overwrite": config.overwrite and not resume}), run
 
 
 def _train_alone(config: RunConfig, corpus: Corpus, stream: TextIO, data: str) -> int:

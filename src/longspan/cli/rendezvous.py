@@ -22,12 +22,22 @@ def shared_store(timeout: timedelta) -> dict[str, Any]:
     (https://github.com/pytorch/pytorch/issues/135712), so a process that is started again may try to reach them. Its
     count of starts is no way to tell them apart, since each host has its own.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    store = _store_of_all_starts(timeout)
+    if store is None:
         return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     return {"store": meet(store, rank, world_size, timeout), "rank": rank, "world_size": world_size}
+
+
+def run_name(timeout: timedelta) -> tuple[str, bool]:
+    """Return a name for what torchrun runs, the same in all of its starts, and whether this call has made it up.
+
+    It is made up each time where no store outlasts a start. Not torchrun's own id, which a user may give to many runs,
+    nor its count of starts; see `shared_store`.
+    """
+    own, store = secrets.token_hex(4), _store_of_all_starts(timeout)
+    name = own if store is None else store.compare_set("longspan/run", "", own).decode()
+    return name, name == own
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -58,3 +68,11 @@ def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
             )
         time.sleep(_LOOK_S if missing else 0)
     return PrefixStore(own, store)
+
+
+def _store_of_all_starts(timeout: timedelta) -> Store | None:
+    """Connect to the store that torchrun keeps; None where it keeps none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from longspan.once import is_first
 from longspan.report.facts import METRICS, REPORT, RUN
 from longspan.train.agreement import Agreement
 from longspan.train.loggers import TENSORBOARD
+from longspan.train.watchdog import REPORTS
 
-ACCOUNT = (RUN, REPORT, TENSORBOARD)
-"""What tells of a run; a folder that holds nothing else has nothing to lose."""
+ACCOUNT = (RUN, REPORT, TENSORBOARD, REPORTS)
+"""What tells of a run, as patterns; a folder that holds nothing else has nothing to lose."""
 
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
@@ -34,8 +36,7 @@ def check_output(output_dir: Path, overwrite: bool, name: str = "output_dir") ->
     """
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"{name} {output_dir} is a file; name a folder.")
-    left = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
-    if left - set(ACCOUNT) and not overwrite:
+    if not overwrite and holds_something(output_dir):
         also = ", or pass --overwrite" if name == "output_dir" else ""
         raise ConfigError(f"{name} {output_dir} is not empty. Name another folder{also}.")
     nearest = next(folder for folder in (output_dir, *output_dir.absolute().parents) if folder.exists())
@@ -43,12 +44,23 @@ def check_output(output_dir: Path, overwrite: bool, name: str = "output_dir") ->
         raise ConfigError(f"{name} {output_dir} cannot be created: {nearest} is not a folder that can be written.")
 
 
+def holds_something(output_dir: Path) -> bool:
+    """Whether a folder holds more than what tells of a run."""
+    names = [path.name for path in output_dir.iterdir()] if output_dir.is_dir() else []
+    return not all(any(fnmatch(name, pattern) for pattern in ACCOUNT) for name in names)
+
+
 def clear_output(output_dir: Path) -> None:
-    """Remove what an earlier run left: its metrics and what tells of them, its model, its checkpoints, nothing else."""
-    for name in (METRICS, RUN, REPORT):
-        (output_dir / name).unlink(missing_ok=True)
-    for name in (MODEL, CHECKPOINTS, TENSORBOARD):
-        shutil.rmtree(output_dir / name, ignore_errors=True)
+    """Remove what an earlier run left: its metrics and what tells of them, its model, its checkpoints, nothing else.
+
+    Raises:
+        OSError: something stays, which another start might go on from.
+    """
+    for path in (output_dir / METRICS, output_dir / RUN, output_dir / REPORT, *output_dir.glob(REPORTS)):
+        path.unlink(missing_ok=True)
+    for folder in (output_dir / MODEL, output_dir / CHECKPOINTS, output_dir / TENSORBOARD):
+        if folder.exists():
+            shutil.rmtree(folder)
 
 
 def full_state(

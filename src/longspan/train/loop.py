@@ -13,6 +13,7 @@ from longspan.integrations.adapters import is_adapted
 from longspan.integrations.models import build_model
 from longspan.integrations.saved import writer
 from longspan.integrations.tokenizer import load_tokenizer
+from longspan.once import is_first
 from longspan.train.checkpoint import METRICS, MODEL, clear_output, save_model
 from longspan.train.data import Corpus
 from longspan.train.explain import explained
@@ -34,15 +35,24 @@ _BUILDING = (
 )
 
 
-def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Progress | None, data: str = "") -> int:
+def train(
+    config: RunConfig,
+    corpus: Corpus,
+    device: torch.device,
+    progress: Progress | None,
+    data: str = "",
+    run: str | None = None,
+) -> int:
     """Train as told and return the last step, which is `max_steps` unless SIGTERM came; every process calls this.
 
-    After SIGTERM, on whichever process, all finish the step, write a checkpoint and leave.
+    After SIGTERM, on whichever process, all finish the step, write a checkpoint and leave. What an earlier run has left
+    is removed before anything else, so that a start that fails while building leaves nothing to go on from.
 
     Args:
         device: of this process.
         progress: where to show the run; None on the ranks that do not.
         data: what became of the documents, in a line.
+        run: its name in run.json, by which another start finds that it is the same run; None draws one.
 
     Raises:
         TrainingError: too many steps with a loss or gradient that is not finite, too little memory, a process that is
@@ -50,14 +60,14 @@ def train(config: RunConfig, corpus: Corpus, device: torch.device, progress: Pro
     """
     output_dir, pulse = Path(config.output_dir), Pulse()
     with Watchdog(pulse, config.faults.timeout_minutes * 60, output_dir), explained(pulse, lambda: _BUILDING):
+        if is_first() and not config.resume:
+            clear_output(output_dir)
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
         trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
         wait_longer(config.faults.timeout_minutes * 60)
         record = None
         if progress is not None:
-            if not config.resume:
-                clear_output(output_dir)
-            record = Record(config, progress, trainee.handle, device, introduce(config, trainee), data)
+            record = Record(config, progress, trainee.handle, device, introduce(config, trainee), data, run)
         with (
             closing(trainee),
             record or nullcontext(),

@@ -24,10 +24,12 @@ from longspan.train.loggers import check_loggers
 def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
     """Check the output folder, the optimizer, the engine, the degrees, the model and the data, and return the data.
 
+    What the folder may hold is not checked: see `check_output` and `goes_on`.
+
     Raises:
         LongspanError: the first of them that cannot work.
     """
-    check_output(Path(config.output_dir), config.overwrite or config.resume)
+    check_output(Path(config.output_dir), overwrite=True)
     check_loggers(config.logging)
     check_kind(config.optimizer.kind)
     engine = build_engine(

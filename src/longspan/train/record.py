@@ -36,10 +36,18 @@ class Record:
         handle: what `longspan.prepare` returned; its plan is known once a length has been seen.
         introduction: what the run is, in a line.
         data: what became of the documents, in a line.
+        run: its name, unless it goes on under the one that it had; None draws one.
     """
 
     def __init__(
-        self, config: RunConfig, progress: Progress, handle: Any, device: torch.device, introduction: str, data: str
+        self,
+        config: RunConfig,
+        progress: Progress,
+        handle: Any,
+        device: torch.device,
+        introduction: str,
+        data: str,
+        run: str | None = None,
     ) -> None:
         self._config, self._progress, self._handle = config, progress, handle
         self._folder = Path(config.output_dir)
@@ -50,7 +58,7 @@ class Record:
         self._last: Row | None = None
         self._told = ""
         self._facts = Facts(
-            run=secrets.token_hex(4) if before is None else before.run,
+            run=(run or secrets.token_hex(4)) if before is None else before.run,
             starts=[*(() if before is None else before.starts), datetime.now(UTC).isoformat(timespec="seconds")],
             introduction=introduction,
             data=data,

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from longspan.config import RunConfig
 from longspan.errors import ConfigError
+from longspan.report import read_facts
+from longspan.train.checkpoint import check_output, holds_something
 from longspan.train.checkpoints import Saved
 from longspan.train.data import Corpus
 
@@ -42,6 +45,40 @@ class StopRequest:
 def saveable(config: RunConfig) -> bool:
     """Whether checkpoints can hold all of a run's state."""
     return config.optimizer.kind != "adamw8bit"
+
+
+def goes_on(config: RunConfig, run: str, lost: bool) -> bool:
+    """Return whether a start goes on with what is in its output folder: as told, or as its own run has left it.
+
+    Only the first process may decide it, once no process of an earlier start writes any more.
+
+    Args:
+        run: the name of the run that this is a start of, see `Facts.run`.
+        lost: that name is new although this is not the first start, so whose the folder is cannot be told.
+
+    Raises:
+        ConfigError: the folder holds something that it neither goes on with nor may remove.
+    """
+    folder = Path(config.output_dir)
+    if config.resume or (saveable(config) and _run_in(folder) == run):
+        return True
+    if lost and holds_something(folder):
+        raise ConfigError(
+            f"This run has been started before, but torchrun's store for all of its starts is gone or switched off, so "
+            f"{folder} may be this run's or an older one's. Start it with --resume to go on with what is there, or "
+            "anew with --overwrite."
+        )
+    check_output(folder, config.overwrite)
+    return False
+
+
+def _run_in(folder: Path) -> str | None:
+    """Return the name of the run in a folder; None where none can be read."""
+    try:
+        facts = read_facts(folder)
+    except ConfigError:
+        return None
+    return None if facts is None else facts.run
 
 
 def identity(config: RunConfig, corpus: Corpus, engine: str, processes: int) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from longspan.train.pulse import Pulse
 FIRST = 3
 """How many times as long the first step may take: models are built and read, and code is compiled."""
 
+REPORTS = "watchdog-rank*.txt"
+"""What watchdogs leave in a folder, see `report_file`."""
+
 _LOOK_S = 5.0
 _STORE_TIMEOUT = timedelta(seconds=5)
 
@@ -155,7 +158,7 @@ class Watchdog:
 
 def report_file(folder: Path, rank: int) -> Path:
     """Return where a process that its watchdog ends leaves word."""
-    return folder / f"watchdog-rank{rank}.txt"
+    return folder / REPORTS.replace("*", str(rank))
 
 
 def wait_longer(limit_s: float) -> None:
