@@ -17,11 +17,14 @@ from typing import Any
 from longspan.bench.memory import format_memory
 from longspan.bench.predict import Host, planned, predicted
 from longspan.bench.settings import Work
+from longspan.config import AdapterConfig
 from longspan.integrations.presets import preset_config
+from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB
 
 HERE = Path(__file__).parent
-GPU_BYTES, HOST_GIB = round(139.8 * GIB), {1: 96, 2: 200}
+GPU_BYTES = find_machine("h200").memory_bytes
+HOST_GIB = {1: 96, 2: 200}  # what plans may use of hosts with 128 and 256 GiB
 CONFIGURATIONS: list[tuple[str, int, int, int | None, bool]] = [
     # model, GPUs, tokens, rank of LoRA, held out
     ("llama-1b", 1, 32 << 10, None, False),
@@ -39,7 +42,8 @@ CONFIGURATIONS: list[tuple[str, int, int, int | None, bool]] = [
 def prediction(model: str, gpus: int, tokens: int, lora_rank: int | None, held_out: bool) -> dict[str, Any]:
     """Return a row."""
     host = Host("NVIDIA H200", gpus, GPU_BYTES, HOST_GIB[gpus] * GIB)
-    work = Work(model, gpus, host_memory_bytes=host.host_bytes, lora_rank=lora_rank)
+    adapter = None if lora_rank is None else AdapterConfig(kind="lora", rank=lora_rank)
+    work = Work(model, gpus, host_memory_bytes=host.host_bytes, adapter=adapter)
     config = preset_config(model, max_position_embeddings=1 << 24)
     memory = planned(config, work, host, tokens)
     command = f"longspan bench step --model {model} --sp {gpus} --seq-len {tokens} --steps 2"

@@ -186,3 +186,11 @@ def test_a_folder_that_cannot_be_written(whole: Path, cut: Path) -> None:
         (cut / "checkpoints").chmod(0o700)
     assert "going on after step 4" in run(cut, resume=True)
     assert result(str(cut)) == result(str(whole))
+
+
+def test_bytes_that_changed_without_a_change_of_size(cut: Path) -> None:
+    """Sizes are what is compared; what then cannot be read is told as such, not as torch does."""
+    tensors = next((cut / "checkpoints" / "step-00000004").glob("*.distcp"))
+    tensors.write_bytes(bytes(tensors.stat().st_size))
+    with pytest.raises(TrainingError, match=r"Checkpoint .*step-00000004 cannot be read \(\w+: .*remove it"):
+        run(cut, resume=True)

@@ -13,6 +13,7 @@ from longspan.bench.predict import Host, predicted
 from longspan.bench.settings import Setting, Work
 from longspan.bench.tracked import TrackedBytes
 from longspan.bench.workload import build
+from longspan.config import AdapterConfig
 from longspan.integrations.presets import preset_config
 from pool import RunRanks
 
@@ -28,16 +29,17 @@ SHAPE = {
     "vocab_size": 1024,
     "max_position_embeddings": 1 << 16,
 }
-HELD_OUT = [("512/x+O+KV/-", 2560, {"lora_rank": 16}), ("512/x,O*3,x,none*3/-", 2048, {})]
+LORA: dict[int, dict[str, Any]] = {n: {"adapter": AdapterConfig(kind="lora", rank=n)} for n in (8, 16)}
+HELD_OUT: list[tuple[str, int, dict[str, Any]]] = [("512/x+O+KV/-", 2560, LORA[16]), ("512/x,O*3,x,none*3/-", 2048, {})]
 """Nothing in the plan was fitted to these."""
-CASES = {
+CASES: dict[int, list[tuple[str, int, dict[str, Any]]]] = {
     1: [("512/x+O/-", 1536, {"engine": "single"})],
     2: [
         ("-/graph/-", 1536, {}),
         ("512/x+O/-", 1536, {}),
         ("256/x,O*7/-", 2048, {}),
         ("512/x,none*7/-/rebuilt=x+O", 2048, {}),
-        ("-/graph/-", 1536, {"lora_rank": 8}),
+        ("-/graph/-", 1536, LORA[8]),
         *HELD_OUT,
     ],
 }

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
@@ -404,8 +405,9 @@ def test_versions_and_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 def all_tensors() -> list[Tensor]:
     """Return all tensors of this process, and their gradients; what compiling left without memory is not counted."""
     gc.collect()
-    kinds = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and not issubclass(type(o), FakeTensor)]
-    tensors = [t for t in kinds if t.device.type == "cpu" and not torch._is_functional_tensor(t)]
+    kinds = (Tensor, FakeTensor, FunctionalTensor)
+    found = [o for o in gc.get_objects() if issubclass(type(o), kinds[0]) and not issubclass(type(o), kinds[1:])]
+    tensors = [t for t in found if t.device.type == "cpu"]
     return tensors + [t.grad for t in tensors if t.is_leaf and t.grad is not None]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.bench.calibrate import Meter, measured
+from longspan.bench.calibrate import Rates, measured
 from longspan.cli.calibrate import calibrate
 from longspan.errors import TopologyError
 from longspan.plan import library
@@ -23,7 +23,7 @@ def test_two_processes_are_measured_and_plans_take_their_figures(
     monkeypatch.setattr(library, "OWN_FILE", tmp_path / "machines.yaml")
     before = json.loads(run("--model", "tiny-llama", "--gpus", "2xcpu", "--seq-len", "4K", "--json")[1])
     told = io.StringIO()
-    calibrate("2xcpu", told, small=True)
+    calibrate("2xcpu", told)
     assert "cpu is described in" in told.getvalue()
     found = find_machine("cpu")
     assert found.source.startswith("measured 20") and [rate.name for rate in found.kernels] == ["cpu"]
@@ -36,7 +36,7 @@ def test_two_processes_are_measured_and_plans_take_their_figures(
 
 def test_rates_are_of_the_right_order() -> None:
     """A core of any machine that runs this makes a gigaflop and moves a gigabyte in a second."""
-    machine = measured("cpu", torch.device("cpu"), small=True)
+    machine = measured("cpu", torch.device("cpu"))
     assert 1e-3 < machine.gemm_tflops < 10
     assert 0.3 < machine.memory_gbs < 2000
     assert 0.3 < machine.host_gbs < 2000
@@ -46,7 +46,7 @@ def test_rates_are_of_the_right_order() -> None:
 
 
 def test_a_product_counts_its_flops(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = Meter(torch.device("cpu"))
+    meter = Rates(torch.device("cpu"))
     monkeypatch.setattr(meter, "seconds", lambda work, times=0: 0.5)
     assert meter.gemm_tflops() == 2 * 1024**3 / 0.5 / 1e12
     assert meter.memory_gbs() == 3 * 4 * (1 << 22) / 0.5 / 1e9
@@ -62,7 +62,6 @@ def test_gpus_that_are_not_there() -> None:
 @pytest.mark.slow
 def test_a_plan_is_held_against_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "OWN_FILE", tmp_path / "machines.yaml")
-    monkeypatch.setattr("longspan.cli.calibrate.CalibrationJob.small", True)
     flags = ("--gpus", "cpu", "--host-memory", "8GiB", "--seq-len", "512", "--engine", "single", "--calibrate")
     code, out, _ = run("--model", "tiny-llama", *flags, "--json")
     assert code == 0

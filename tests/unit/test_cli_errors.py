@@ -291,3 +291,11 @@ def test_help_lists_every_setting_with_its_default() -> None:
     text = longspan("train", "--help")[1]
     assert "--optimizer-lr" in text
     assert "default 2e-05" in text.replace("\n", " ")
+
+
+def test_shells_can_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    out = io.StringIO()
+    with redirect_stdout(out), pytest.raises(SystemExit) as left:
+        main(["--show-completion", "bash"])
+    assert not left.value.code and "complete" in out.getvalue()

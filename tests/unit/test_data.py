@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from longspan.config import DataConfig
-from longspan.errors import DataError
+from longspan.config import DataConfig, parse_config
+from longspan.errors import DataError, LongspanError
 from longspan.integrations.encoding import Encoder
 from longspan.integrations.tokenizer import byte_tokenizer
 from longspan.train.data import Corpus, Report, read_corpus
+from longspan.train.preflight import preflight
 from test_encoding import CHATML
 
 
@@ -342,3 +343,17 @@ def test_rows_and_arrays_are_not_read_as_text(tmp_path: Path, name: str, kind: s
     (tmp_path / name).write_text('{"text": "hi there"}')
     with pytest.raises(DataError, match=f"Set data.format: {kind}"):
         read(tmp_path / name)
+
+
+def test_targets_beyond_the_vocabulary_are_refused_before_training(tmp_path: Path) -> None:
+    """On a GPU a kernel would stop at the step that reaches them, and name no row."""
+    (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 3], "labels": [1, 2, 999999]}\n')
+    values = {
+        "model": {"name": "tiny-llama", "init": "random"},
+        "data": {"files": [str(tmp_path / "data.jsonl")], "format": "jsonl"},
+        "sequence_length": 64,
+        "max_steps": 1,
+        "output_dir": str(tmp_path / "out"),
+    }
+    with pytest.raises(LongspanError, match="999,?999"):
+        preflight(parse_config(values), 1)

@@ -243,7 +243,7 @@ def test_a_step_is_measured_from_its_data_to_its_optimizer(monkeypatch: pytest.M
 
     memory = iter([(Memory(5, 6), Memory(5, 9), (False,)), (Memory(4, 7), Memory(4, 9), (True,))])
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(meter_module, "largest_memory", lambda *rest: next(memory))
+    monkeypatch.setattr(meter_module, "largest_memory", lambda *rest, **more: next(memory))
     monkeypatch.setattr(meter_module, "peak_flops", lambda device: 1e3)
     work = Work(parameters=10, attention_width=8)
     meter, rows = Meter(torch.device("cpu"), Mesh(), work), []

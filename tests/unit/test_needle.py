@@ -296,8 +296,8 @@ def test_adapters_are_folded_in(tmp_path: Path) -> None:
 
 
 BAD_FLAGS = {
-    "--lengths 1.5K": "--lengths: '1.5K' is not a size",
-    "--lengths 4K,": "--lengths: '' is not a size",
+    "--lengths 1.5K": "--lengths 1.5K is not a size",
+    "--lengths 4K,": "--lengths '' is not a size",
     "--depths 0,half": "--depths: 'half' is not a number",
     "--depths 101": "depths must lie from 0 to 100",
     "--sp 2 --ulysses 3": "--ulysses x --ring must make --sp",

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from longspan.cli.launch import start
 from longspan.config import load_config, parse_config
+from longspan.integrations.planning import cluster_for, task_for
 from longspan.integrations.presets import preset_config
+from longspan.integrations.shapes import model_shape
+from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB
+from longspan.report.words import short
+from longspan.train.preflight import preflight
 from test_plan_public import run
 
 LLAMA = ("--model", "llama-8b", "--gpus", "2xH200", "--host-memory", "256GiB")
@@ -24,11 +31,11 @@ def test_one_length_by_cause() -> None:
     made = json.loads(run(*LLAMA, "--seq-len", "128K", "--json")[1])
     for cause, size in made["gpu_bytes"].items():
         assert f"{size / GIB:.1f}" in next(line for line in out.splitlines() if line.startswith(f"{cause} "))
-    assert f"{made['seconds']['attention']:.3g}" in out
+    assert short(made["seconds"]["attention"]) in out
     assert lines and f"{made['tokens_per_s']:,.0f} tokens/s" in out
     total = next(line for line in out.splitlines() if line.startswith("in all"))
     assert total.split()[2] == f"{sum(made['gpu_bytes'].values()) / GIB:.1f}"
-    assert total.split()[-1] == f"{made['step_s']:.3g}"
+    assert total.split()[-1] == short(made["step_s"])
 
 
 def test_several_lengths() -> None:
@@ -38,7 +45,7 @@ def test_several_lengths() -> None:
     assert [row[0] for row in rows] == ["32,768", "131,072", "1,048,576"]
     made = json.loads(run(*LLAMA, "--seq-len", "32K,128K,1M", "--json")[1])
     assert [plan["seq_len"] for plan in made] == [32768, 131072, 1048576]
-    assert [row[1] for row in rows] == [f"{plan['step_s']:.3g}" for plan in made]
+    assert [row[1] for row in rows] == [short(plan["step_s"]) for plan in made]
 
 
 def test_the_longest() -> None:
@@ -100,7 +107,6 @@ def test_yaml_is_a_run(tmp_path: Path, flags: tuple[str, ...], expected: dict[st
 
 
 def test_a_planned_run_trains(tmp_path: Path) -> None:
-    from longspan.cli.launch import start
 
     code, out, _ = run("--model", "tiny-llama", "--gpus", "cpu", "--seq-len", "256", "--engine", "single", "--yaml")
     assert code == 0
@@ -118,7 +124,7 @@ def test_a_planned_run_trains(tmp_path: Path) -> None:
         ((*LLAMA, "--max-seq", "--seq-len", "32K"), "--max-seq looks for the longest rows"),
         ((*LLAMA, "--seq-len", "32K,64K", "--yaml"), "names 2: take one"),
         ((*LLAMA, "--yaml", "--json"), "--yaml and --json"),
-        ((*LLAMA, "--seq-len", "32K,"), "--seq-len 32K, is not a size"),
+        ((*LLAMA, "--seq-len", "32K,"), "--seq-len '' is not a size"),
         ((*LLAMA, "--lora-targets", "q_proj"), "--lora-rank"),
         ((*LLAMA, "--lora-rank", "8", "--lora-targets", "nothing"), "has no module 'nothing'"),
         (("--model", "llama-1b", "--gpus", "2xH200", "--engine", "ddp", "--seq-len", "8K", "--yaml"), "fsdp2"),
@@ -128,3 +134,27 @@ def test_errors(flags: tuple[str, ...], said: str) -> None:
     code, out, err = run(*flags)
     assert (code, out) == (2, "")
     assert said in err and err.count("Error: ") == 1 and "Traceback" not in err
+
+
+def test_yaml_for_rows_beyond_the_positions(tmp_path: Path) -> None:
+    """What is said to train is checked as a run is, data included; models with weights are not stretched in silence."""
+    code, out, _ = run("--model", "tiny-llama", "--gpus", "cpu", "--seq-len", "192K", "--engine", "single", "--yaml")
+    assert code == 0
+    text = tmp_path / "long.txt"
+    text.write_text("x" * 140_000)
+    (tmp_path / "run.yaml").write_text(out)
+    over = {("data", "files"): [str(text)], ("output_dir",): str(tmp_path / "out")}
+    corpus, _ = preflight(load_config(tmp_path / "run.yaml", over), 1)
+    assert max(corpus.lengths_tokens) >= 140_000
+    preset_config("tiny-llama", max_position_embeddings=8192).save_pretrained(tmp_path / "model")
+    flags = ("--model", str(tmp_path / "model"), "--gpus", "cpu", "--seq-len", "32K", "--engine", "single", "--yaml")
+    code, out, err = run(*flags)
+    assert (code, out) == (2, "") and "fewer than rows of 32,768 tokens" in err and "model.rope" in err
+
+
+def test_shards_that_are_shorter_than_a_tile() -> None:
+    """Many short rows leave a rank fewer tokens of each than the smallest tile has."""
+    task = task_for(model_shape("tiny-llama"), cluster_for(find_machine("h200"), 2, 8, 100 * GIB, 0), "fsdp2", "adamw")
+    for tokens in (512, 1024, 2048):
+        choice = replace(task, rows=16).choose(tokens)
+        assert choice is not None and choice.step_s > 0

@@ -70,7 +70,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(ranks.choose_device("auto", rank, 2)) for rank in range(2)] == ["cuda:0", "cuda:1"]
     assert str(ranks.choose_device("auto", 0, 3)) == str(ranks.choose_device("cpu", 1, 2)) == "cpu"
     assert chosen == [0, 1]
-    with pytest.raises(TopologyError, match="--sp 4 needs 4 GPUs, found 2"):
+    with pytest.raises(TopologyError, match="4 processes need 4 GPUs, found 2"):
         ranks.choose_device("cuda", 0, 4)
 
 

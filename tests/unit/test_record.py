@@ -258,3 +258,28 @@ def test_the_first_error_of_several_processes_is_what_the_page_says(tmp_path: Pa
     with pytest.raises(TrainingError), launch._told(config):
         raise TrainingError("of a later run, before it began")
     assert end(tmp_path) == ("failed", "Step 2: loss nan")
+
+
+def test_a_logger_that_fails_takes_nothing_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot start, one that breaks, and one that cannot end: the page is written, and each is told of."""
+
+    class Broken(Board):
+        def init(self, **options: Any) -> Board:
+            raise ConnectionError("no login")
+
+        def log(self, scalars: Mapping[str, float], step: int) -> None:
+            raise TimeoutError("no answer")
+
+    class Late(Broken):
+        def init(self, **options: Any) -> Board:
+            return self
+
+    monkeypatch.setattr(loggers, "_installed", lambda package: True)
+    for board, said in ((Broken(), "no login"), (Late(), "no answer")):
+        monkeypatch.setitem(sys.modules, "wandb", board)  # pyright: ignore[reportArgumentType]
+        kept, told = record(tmp_path / type(board).__name__, logging={"to": "wandb"})
+        with kept:
+            kept.step(row(1))
+            kept.step(row(2))
+        assert told.getvalue().count(said) == 1
+        assert (tmp_path / type(board).__name__ / "out" / "report.html").exists()

@@ -161,13 +161,17 @@ def test_a_row_for_every_step_of_a_long_run_stays_small_and_shows_its_spike(tmp_
 
 
 def test_planned_beside_measured(tmp_path: Path) -> None:
-    steps = [{"step": s, "step_s": t, "peak_gpu_bytes": 96e9, "mfu": 0.5} for s, t in ((1, 90.0), (2, 20.0), (3, 22.0))]
+    steps = [{"step": s, "step_s": t, "gpu_bytes": 96e9, "mfu": 0.5} for s, t in ((1, 90.0), (2, 20.0), (3, 22.0))]
     found = story(stories.leave(tmp_path, stories.facts(), steps))
     rows = {row.name: (row.planned, row.measured, row.difference) for row in comparisons(found)}
     assert rows["GPU memory, peak"] == ("87.5 GiB", "89.4 GiB", "+2.1 %")
     assert rows["Seconds per step, median"] == ("19.2", "21", "+9.4 %")
     assert rows["MFU, causal attention"] == ("47.0 %", "50.0 %", "+6.4 %")
     assert len(rows) == 3
+    facts = stories.facts()
+    facts.config["gradient_accumulation_steps"] = 4  # the plan is about one micro-batch
+    again = story(stories.leave(tmp_path / "more", facts, steps))
+    assert [row.name for row in comparisons(again)] == ["GPU memory, peak"]
 
 
 @pytest.mark.parametrize(

@@ -25,20 +25,14 @@ from longspan.plan.machine import KernelRate, Machine
 
 _TIMES = 7
 _KERNELS = ("fa4", "cudnn", "fa3", "aten-flash", "fa2", "cpu")
-_EXPAND = ("aten-flash", "fa2")
 
 
-class Meter:
-    """Rates of one process's device, all processes at work: the slowest of them counts.
+class Rates:
+    """Rates of one process's device, all processes at work: the slowest of them counts. On CPUs little is measured."""
 
-    Args:
-        small: measure on little, as tests do; the rates are then too low.
-    """
-
-    def __init__(self, device: torch.device, small: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        self.small = small or not self.on_gpu
 
     def seconds(self, work: Callable[[], Any], times: int = _TIMES) -> float:
         """Return the median seconds of the slowest process."""
@@ -46,19 +40,19 @@ class Meter:
 
     def gemm_tflops(self) -> float:
         """Multiply as layers do: many tokens with square weights."""
-        tokens, width = (1024, 1024) if self.small else (16384, 4096)
+        tokens, width = (1024, 1024) if not self.on_gpu else (16384, 4096)
         a, b = self._normal(tokens, width), self._normal(width, width)
         return 2 * tokens * width * width / self.seconds(lambda: a @ b) / 1e12
 
     def memory_gbs(self) -> float:
         """Add two tensors into a third."""
-        a = self._normal((1 << 22) if self.small else 1 << 28)
+        a = self._normal((1 << 22) if not self.on_gpu else 1 << 28)
         out = torch.empty_like(a)
         return 3 * a.nbytes / self.seconds(lambda: torch.add(a, a, out=out)) / 1e9
 
     def host_gbs(self) -> float:
         """Copy to pinned host memory and back; the slower way counts."""
-        on_device = self._normal((1 << 22) if self.small else 1 << 28)
+        on_device = self._normal((1 << 22) if not self.on_gpu else 1 << 28)
         on_host = torch.empty_like(on_device, device="cpu", pin_memory=self.on_gpu)
         away = self.seconds(lambda: on_host.copy_(on_device, non_blocking=True))
         back = self.seconds(lambda: on_device.copy_(on_host, non_blocking=True))
@@ -69,7 +63,7 @@ class Meter:
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size == 1:
             return None
-        sent = self._normal(size * ((1 << 20) if self.small else 1 << 27) // size * size)
+        sent = self._normal(size * ((1 << 20) if not self.on_gpu else 1 << 27) // size * size)
         got = torch.empty_like(sent)
         seconds = self.seconds(lambda: dist.all_to_all_single(got, sent))
         return sent.nbytes * (size - 1) / size / seconds / 1e9
@@ -89,11 +83,11 @@ class Meter:
                 kernel = pick(name, request)
             except KernelError:
                 continue  # installed, but not for this device
-            found.append(KernelRate(name, *self._attention_tflops(kernel), expands=name in _EXPAND))
+            found.append(KernelRate(name, *self._attention_tflops(kernel)))
         return tuple(found)
 
     def _attention_tflops(self, kernel: Any) -> tuple[float, float]:
-        tokens, heads, kv_heads = (512, 4, 2) if self.small else (32768, 16, 4)
+        tokens, heads, kv_heads = (512, 4, 2) if not self.on_gpu else (32768, 16, 4)
         layout = Layout(tokens, 1, 1)
         schedule = Schedule.of(Mask(layout.length, None), layout, 0, "ring")
         attend = Attend(Mesh(device_type=self.device.type), kernel)
@@ -116,7 +110,7 @@ class Meter:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
 
-def measured(kind: str, device: torch.device, small: bool = False) -> Machine:
+def measured(kind: str, device: torch.device) -> Machine:
     """Measure this host's devices; every process calls it and gets its own result, of which the first counts.
 
     What cannot be measured here is taken from the machine of that kind that is known, or from an H100: the network, the
@@ -125,22 +119,22 @@ def measured(kind: str, device: torch.device, small: bool = False) -> Machine:
     Args:
         kind: the name that it gets.
     """
-    meter = Meter(device, small)
-    name = torch.cuda.get_device_name(device) if meter.on_gpu else "cpu"
-    known = machine_of(name) if meter.on_gpu else find_machine("cpu")
+    rates = Rates(device)
+    name = torch.cuda.get_device_name(device) if rates.on_gpu else "cpu"
+    known = machine_of(name) if rates.on_gpu else find_machine("cpu")
     like = known or find_machine("h100-80g")
-    gemm = meter.gemm_tflops()
-    link = meter.link_gbs()
+    gemm = rates.gemm_tflops()
+    link = rates.link_gbs()
     return replace(
         like,
         name=kind,
-        names=(name,) if meter.on_gpu else (),
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if meter.on_gpu else like.memory_bytes,
+        names=(name,) if rates.on_gpu else (),
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if rates.on_gpu else like.memory_bytes,
         peak_tflops=like.peak_tflops if known and like.peak_tflops > gemm else gemm,
         gemm_tflops=gemm,
-        memory_gbs=meter.memory_gbs(),
-        host_gbs=meter.host_gbs(),
+        memory_gbs=rates.memory_gbs(),
+        host_gbs=rates.host_gbs(),
         link_gbs=link or like.link_gbs,
-        kernels=meter.kernels(),
+        kernels=rates.kernels(),
         source=f"measured {time.strftime('%Y-%m-%d')} with torch {torch.__version__}",
     )

@@ -25,8 +25,7 @@ class Work:
             type, whole. `auto`: single where one process steps inside backward, else fsdp2.
         optimizer: a kind of `longspan.optim`.
         host_memory_bytes: what plans may use of this host.
-        lora_rank: of adapters beside all linear modules, which are trained in place of the model; all lies in the
-            compute type.
+        adapter: what is trained in place of the model, all in the compute type.
     """
 
     model: str
@@ -39,16 +38,11 @@ class Work:
     optimizer: str = "adamw"
     host_memory_bytes: int = 0
     seed: int = 0
-    lora_rank: int | None = None
+    adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in (AUTO, *ENGINES):
             raise ConfigError(f"--engine must be {AUTO}, {', '.join(ENGINES)}, got {self.engine!r}.")
-
-    @property
-    def adapter(self) -> AdapterConfig | None:
-        """The adapters that are trained; None where the model itself is."""
-        return None if self.lora_rank is None else AdapterConfig(kind="lora", rank=self.lora_rank)
 
     @property
     def in_backward(self) -> bool:

@@ -28,9 +28,9 @@ from longspan.cli.bench_flags import (
     WorkFlags,
 )
 from longspan.cli.bench_jobs import ExchangeJob, WorkJob
-from longspan.cli.flags import with_flags
+from longspan.cli.flags import size, with_flags
 from longspan.cli.ranks import has_gpu, join, start
-from longspan.config import parse_size
+from longspan.config import AdapterConfig
 from longspan.errors import ConfigError, LongspanError, TrainingError
 
 bench = typer.Typer(
@@ -230,7 +230,7 @@ def _exchange(flags: ExchangeFlags, run: Run) -> list[dict[str, Any]]:
 def _attention(flags: AttentionFlags, run: Run) -> list[dict[str, Any]]:
     from longspan.bench.exchange import Exchanging
 
-    tokens = _size(flags.seq_len)
+    tokens = size("--seq-len", flags.seq_len)
     asked = Exchanging(_several(flags), flags.chosen_heads, tokens=tokens, kernel=flags.kernel, times=flags.times)
     found = run.do(ExchangeJob(asked, True, run.target("attention"), run.until, flags.device))
     return [found] if found else []
@@ -290,12 +290,13 @@ def _add_peers(asked: Asked, flags: StepFlags, run: Run, content: dict[str, Any]
 def _work(flags: WorkFlags) -> Work:
     return Work(
         flags.model, _processes(flags), flags.layers, flags.ulysses, flags.ring, flags.kernel, flags.engine,
-        flags.optimizer, _host_bytes(flags.host_memory), flags.seed, flags.lora_rank,
+        flags.optimizer, _host_bytes(flags.host_memory), flags.seed,
+        None if flags.lora_rank is None else AdapterConfig(kind="lora", rank=flags.lora_rank),
     )  # fmt: skip
 
 
 def _settings(flags: WorkFlags) -> tuple[Setting, ...]:
-    return settings_of(flags.memory or [AUTO], [_size(text) for text in flags.seq_len.split(",")])
+    return settings_of(flags.memory or [AUTO], [size("--seq-len", text) for text in flags.seq_len.split(",")])
 
 
 def _processes(flags: Flags) -> int:
@@ -314,13 +315,6 @@ def _several(flags: Flags) -> int:
     if count < 2:
         raise ConfigError(f"There is nothing to exchange between {count} process: take --sp 2 or more.")
     return count
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--seq-len {text} is {error}.") from None
 
 
 def _host_bytes(text: str | None) -> int:

@@ -7,11 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from longspan.cli.flags import option
 from longspan.errors import ConfigError
-
-
-def _option(text: str, metavar: str, **more: Any) -> Any:
-    return typer.Option(help=text, metavar=metavar, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +17,18 @@ class Flags:
 
     sp: Annotated[
         int | None,
-        _option("Processes, all of which share a sequence. (default: one per GPU; torchrun's where it started)", "N"),
+        option("Processes, all of which share a sequence. (default: one per GPU; torchrun's where it started)", "N"),
     ] = None
-    device: Annotated[str, _option("cpu, cuda or auto: cuda if there is a GPU per process.", "NAME")] = "auto"
+    device: Annotated[str, option("cpu, cuda or auto: cuda if there is a GPU per process.", "NAME")] = "auto"
     out: Annotated[
-        str, _option("Folder of result files, named by what was measured, the GPUs and the date.", "FOLDER")
+        str, option("Folder of result files, named by what was measured, the GPUs and the date.", "FOLDER")
     ] = "benchmarks/results"
     commit: Annotated[
-        str | None, _option("Commit to write down. (default: that of the checkout in the current folder)", "ID")
+        str | None, option("Commit to write down. (default: that of the checkout in the current folder)", "ID")
     ] = None
     limit_s: Annotated[
         float | None,
-        _option("Seconds after which to stop with what there is; a row that would take longer is not begun.", "S"),
+        option("Seconds after which to stop with what there is; a row that would take longer is not begun.", "S"),
     ] = None
     json_: Annotated[bool, typer.Option("--json", help="Print the content of the result file. (default false)")] = False
 
@@ -40,32 +37,32 @@ class Flags:
 class WorkFlags(Flags):
     """What benchmarks of a whole step take."""
 
-    model: Annotated[str, _option("A preset, folder or hub id; weights are random.", "NAME")] = "llama-8b"
-    layers: Annotated[int | None, _option("Keep the model's first layers. (default: all)", "N")] = None
-    seq_len: Annotated[str, _option("Tokens per row, separated by commas: 32K,128K.", "SIZES")] = "32K,128K"
+    model: Annotated[str, option("A preset, folder or hub id; weights are random.", "NAME")] = "llama-8b"
+    layers: Annotated[int | None, option("Keep the model's first layers. (default: all)", "N")] = None
+    seq_len: Annotated[str, option("Tokens per row, separated by commas: 32K,128K.", "SIZES")] = "32K,128K"
     memory: Annotated[
         list[str] | None,
-        _option(
+        option(
             "What layers keep, may be repeated: auto for the plan's choice, or TILE/KEEP/COMPILE and perhaps /OPTIONS: "
             "16384/x,none*31/inductor/gpu=60GiB,host=100GiB,rebuilt=O; @32768 after it restricts it to lengths. "
             "(default: auto)",
             "TEXT",
         ),
     ] = None
-    ulysses: Annotated[int | None, _option("Processes that exchange heads. (default: chosen)", "N")] = None
-    ring: Annotated[int | None, _option("Processes that pass keys and values on. (default: chosen)", "N")] = None
-    kernel: Annotated[str, _option("Attention kernel: auto or a name of `longspan doctor`.", "NAME")] = "auto"
+    ulysses: Annotated[int | None, option("Processes that exchange heads. (default: chosen)", "N")] = None
+    ring: Annotated[int | None, option("Processes that pass keys and values on. (default: chosen)", "N")] = None
+    kernel: Annotated[str, option("Attention kernel: auto or a name of `longspan doctor`.", "NAME")] = "auto"
     engine: Annotated[
         str,
-        _option("fsdp2 | zero-1 to zero-3 | single | auto: single for one process that steps in backward.", "NAME"),
+        option("fsdp2 | zero-1 to zero-3 | single | auto: single for one process that steps in backward.", "NAME"),
     ] = "auto"
-    optimizer: Annotated[str, _option("adamw | adamw-host | adamw8bit | adamw-bf16-sr.", "NAME")] = "adamw"
+    optimizer: Annotated[str, option("adamw | adamw-host | adamw8bit | adamw-bf16-sr.", "NAME")] = "adamw"
     host_memory: Annotated[
-        str | None, _option("Host memory that plans may use: 256GiB. (default: what is free)", "SIZE")
+        str | None, option("Host memory that plans may use: 256GiB. (default: what is free)", "SIZE")
     ] = None
-    seed: Annotated[int, _option("Of weights and tokens.", "N")] = 0
+    seed: Annotated[int, option("Of weights and tokens.", "N")] = 0
     lora_rank: Annotated[
-        int | None, _option("Train adapters of this rank beside all linear modules. (default: the model)", "N", min=1)
+        int | None, option("Train adapters of this rank beside all linear modules. (default: the model)", "N", min=1)
     ] = None
 
 
@@ -73,7 +70,7 @@ class WorkFlags(Flags):
 class StepFlags(WorkFlags):
     """The command line of `bench step`."""
 
-    steps: Annotated[int, _option("Steps to measure, after one that warms up.", "N", min=1)] = 3
+    steps: Annotated[int, option("Steps to measure, after one that warms up.", "N", min=1)] = 3
     profile: Annotated[
         bool, typer.Option("--profile", help="Tell where the time of one more step goes. (default false)")
     ] = False
@@ -90,7 +87,7 @@ class StepFlags(WorkFlags):
 class FitFlags(WorkFlags):
     """The command line of `bench fit`."""
 
-    seq_len: Annotated[str, _option("Tokens per row, separated by commas: 1M,3M.", "SIZES")] = "1M"
+    seq_len: Annotated[str, option("Tokens per row, separated by commas: 1M,3M.", "SIZES")] = "1M"
     search: Annotated[
         bool, typer.Option("--search", help="Look for the longest row from --seq-len on. (default false)")
     ] = False
@@ -100,7 +97,7 @@ class FitFlags(WorkFlags):
 class HeadFlags(Flags):
     """The attention that is exchanged for."""
 
-    heads: Annotated[str, _option("Query heads, KV heads and head size.", "H:K:D")] = "32:8:128"
+    heads: Annotated[str, option("Query heads, KV heads and head size.", "H:K:D")] = "32:8:128"
 
     @property
     def chosen_heads(self) -> Any:
@@ -121,17 +118,17 @@ class HeadFlags(Flags):
 class ExchangeFlags(HeadFlags):
     """The command line of `bench exchange`."""
 
-    payload_mib: Annotated[int, _option("MiB that each process exchanges.", "N", min=1)] = 512
-    times: Annotated[int, _option("How often.", "N", min=1)] = 100
+    payload_mib: Annotated[int, option("MiB that each process exchanges.", "N", min=1)] = 512
+    times: Annotated[int, option("How often.", "N", min=1)] = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFlags(HeadFlags):
     """The command line of `bench attention`."""
 
-    seq_len: Annotated[str, _option("Tokens of the row.", "SIZE")] = "128K"
-    kernel: Annotated[str, _option("Attention kernel: auto or a name of `longspan doctor`.", "NAME")] = "auto"
-    times: Annotated[int, _option("How often.", "N", min=1)] = 7
+    seq_len: Annotated[str, option("Tokens of the row.", "SIZE")] = "128K"
+    kernel: Annotated[str, option("Attention kernel: auto or a name of `longspan doctor`.", "NAME")] = "auto"
+    times: Annotated[int, option("How often.", "N", min=1)] = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +136,11 @@ class AllFlags(StepFlags):
     """The command line of `bench all`."""
 
     fit_seq_len: Annotated[
-        str | None, _option("Tokens of the row to prove. (default: 3M; 1200K for one process)", "SIZE")
+        str | None, option("Tokens of the row to prove. (default: 3M; 1200K for one process)", "SIZE")
     ] = None
-    attention_seq_len: Annotated[str, _option("Tokens of the row that attention is measured on.", "SIZE")] = "128K"
-    payload_mib: Annotated[int, _option("MiB that each process exchanges.", "N", min=1)] = 512
-    heads: Annotated[str, _option("Query heads, KV heads and head size of exchange and attention.", "H:K:D")] = (
+    attention_seq_len: Annotated[str, option("Tokens of the row that attention is measured on.", "SIZE")] = "128K"
+    payload_mib: Annotated[int, option("MiB that each process exchanges.", "N", min=1)] = 512
+    heads: Annotated[str, option("Query heads, KV heads and head size of exchange and attention.", "H:K:D")] = (
         "32:8:128"
     )
 
@@ -152,5 +149,5 @@ class AllFlags(StepFlags):
 class TableFlags:
     """The command line of `bench table`."""
 
-    page: Annotated[str, _option("Page to write to.", "FILE")] = "docs/benchmarks.md"
-    results: Annotated[str, _option("Folder of result files.", "FOLDER")] = "benchmarks/results"
+    page: Annotated[str, option("Page to write to.", "FILE")] = "docs/benchmarks.md"
+    results: Annotated[str, option("Folder of result files.", "FOLDER")] = "benchmarks/results"

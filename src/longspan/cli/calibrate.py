@@ -15,13 +15,11 @@ class CalibrationJob:
 
     Args:
         kind: the name that they get.
-        small: measure on little, as tests do.
     """
 
     processes: int
     kind: str
     device: str
-    small: bool = False
 
     grouped = False
     modules = ("longspan.bench.calibrate",)
@@ -32,11 +30,11 @@ class CalibrationJob:
         from longspan.once import is_first
         from longspan.plan.library import Entry
 
-        found = measured(self.kind, device, self.small)
+        found = measured(self.kind, device)
         return Entry.of(found).model_dump(mode="json") if is_first() else None
 
 
-def calibrate(gpus: str, stream: TextIO, small: bool = False) -> None:
+def calibrate(gpus: str, stream: TextIO) -> None:
     """Measure the devices that `gpus` names, all at once, and keep their figures for plans.
 
     Raises:
@@ -51,7 +49,7 @@ def calibrate(gpus: str, stream: TextIO, small: bool = False) -> None:
         raise TopologyError(f"--calibrate measures {gpus}, but this host has no GPU: leave it out, or take --gpus cpu.")
     if not on_cpu:
         kind = _known_name(kind)
-    entry = library.Entry.model_validate(start(CalibrationJob(count, kind, "cpu" if on_cpu else "cuda", small)))
+    entry = library.Entry.model_validate(start(CalibrationJob(count, kind, "cpu" if on_cpu else "cuda")))
     path = library.OWN_FILE.expanduser()
     try:
         library.write_machine(entry.machine(kind), path)
@@ -62,7 +60,7 @@ def calibrate(gpus: str, stream: TextIO, small: bool = False) -> None:
     print(f"{kind} is described in {path}, which all plans take", file=stream, flush=True)
 
 
-def fitted(plan: Any, model: str, lora_rank: int | None, gpus: str, host_bytes: int) -> dict[str, Any]:
+def fitted(plan: Any, model: str, adapter: Any, gpus: str, host_bytes: int) -> dict[str, Any]:
     """Take one step as planned, of a model with random weights, in which attention runs in a few calls only.
 
     Returns:
@@ -87,7 +85,7 @@ def fitted(plan: Any, model: str, lora_rank: int | None, gpus: str, host_bytes: 
         engine=plan.engine,
         optimizer=plan.optimizer,
         host_memory_bytes=host_bytes,
-        lora_rank=lora_rank,
+        adapter=adapter,
     )
     asked = Asked(work, (Setting(AUTO, plan.seq_len),), fit=True)
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:

@@ -10,11 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from longspan.check.settings import Settings
-from longspan.cli.flags import with_flags
+from longspan.cli.flags import size, with_flags
 from longspan.cli.model import named_config
-from longspan.cli.ranks import start
-from longspan.config import parse_size
-from longspan.errors import ConfigError, KernelError, LongspanError, ModelError, TopologyError
+from longspan.cli.ranks import check_degrees, check_device, start
+from longspan.errors import ConfigError, KernelError, LongspanError, ModelError
 
 
 @dataclass(frozen=True)
@@ -151,19 +150,9 @@ def run(flags: Flags) -> dict[str, Any]:
     Raises:
         LongspanError: what the processes, or a look at the flags, found to be impossible.
     """
-    made = (flags.ulysses or 1) * (flags.ring or 1)
-    both = flags.ulysses is not None and flags.ring is not None
-    if min(flags.sp, flags.ulysses or 1, flags.ring or 1) < 1 or flags.sp % made or (both and made != flags.sp):
-        raise TopologyError(
-            f"--ulysses x --ring must make --sp, got {flags.ulysses} and {flags.ring} for {flags.sp}: give one of "
-            "them, a divisor, or neither."
-        )
-    try:
-        tokens = None if flags.seq_len is None else parse_size(flags.seq_len)
-    except ValueError as error:
-        raise ConfigError(f"--seq-len {flags.seq_len} is {error}.") from None
-    if flags.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device must be auto, cpu or cuda, got {flags.device!r}.")
+    check_degrees(flags.sp, flags.ulysses, flags.ring)
+    tokens = None if flags.seq_len is None else size("--seq-len", flags.seq_len)
+    check_device(flags.device)
     settings = Settings(
         flags.model, flags.sp, flags.ulysses, flags.ring, flags.packed, tokens, flags.layers, flags.dtype
     )

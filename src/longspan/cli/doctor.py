@@ -13,6 +13,8 @@ from longspan.errors import ConfigError
 
 def doctor(json_: Annotated[bool, typer.Option("--json", help="Print JSON. (default false)")] = False) -> None:
     """Say what is installed here, which attention kernels and optimizers can run, and why others cannot."""
+    from longspan.report.words import gib
+
     facts = examine()
     if json_:
         print(json.dumps(facts, indent=2))
@@ -20,7 +22,7 @@ def doctor(json_: Annotated[bool, typer.Option("--json", help="Print JSON. (defa
     for name, version in facts["versions"].items():
         print(f"{name:14} {version or 'not installed'}")
     for device in facts["devices"]:
-        print(f"{'device':14} {device['name']}, {device['memory_bytes'] / 2**30:.1f} GiB")
+        print(f"{'device':14} {device['name']}, {gib(device['memory_bytes'])}")
     for name, reason in facts["kernels"].items():
         print(f"{'kernel':14} {name}: {'usable' if reason is None else reason}")
     for kind, reason in facts["optimizers"].items():

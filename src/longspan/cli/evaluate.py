@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli.allocator import choose_allocator
-from longspan.cli.flags import with_flags
-from longspan.cli.ranks import join, start
-from longspan.config import parse_size
+from longspan.cli.flags import option, size, with_flags
+from longspan.cli.ranks import check_degrees, check_device, join, start
 from longspan.errors import ConfigError, TopologyError
 from longspan.evaluate.settings import ANSWER, NEEDLE, QUESTION, NeedleSettings
 
@@ -23,52 +22,49 @@ evaluation = typer.Typer(name="eval", help="Find out what a model can do with lo
 RESULT, PICTURE = "needle.json", "needle.png"
 
 
-@evaluation.callback()
-def group() -> None:
-    """Find out what a model can do with long rows."""
-
-
-def _option(text: str, metavar: str, **more: Any) -> Any:
-    return typer.Option(help=text, metavar=metavar, **more)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """The command line of `eval needle`."""
 
     model: Annotated[
         str,
-        _option(
+        option(
             "A folder, a run's output folder (adapters are folded in), a hub id, or a preset with random weights.",
             "NAME",
         ),
     ]
     lengths: Annotated[
         str,
-        _option("Tokens per row, prompt and answer together, separated by commas: 4K,32K,128K.", "SIZES"),
+        option("Tokens per row, prompt and answer together, separated by commas: 4K,32K,128K.", "SIZES"),
     ] = "4K,8K,16K,32K"
-    depths: Annotated[str, _option("Haystack before the needle, in percent, separated by commas.", "PERCENTS")] = (
+    depths: Annotated[str, option("Haystack before the needle, in percent, separated by commas.", "PERCENTS")] = (
         "0,25,50,75,100"
     )
     trials: Annotated[
-        int, _option("Rows per length and depth, each with another needle. (a whole number >= 1)", "N")
+        int, option("Rows per length and depth, each with another needle. (a whole number >= 1)", "N")
     ] = 3
     haystack: Annotated[
         list[str] | None,
-        _option(
+        option(
             "Files or patterns (* ? **) of UTF-8 text, may be repeated; begun again where they are too short. "
             "(default: Python's standard library; ${stdlib} stands for its folder)",
             "FILES",
         ),
     ] = None
-    needle: Annotated[str, _option("The sentence to find, with {key} and {value}.", "TEXT")] = NEEDLE
-    question: Annotated[str, _option("What is asked after the haystack, with {key}.", "TEXT")] = QUESTION
+    needle: Annotated[
+        str,
+        option(f"The sentence to find, with {{key}} and {{value}}. (default {NEEDLE!r})", "TEXT", show_default=False),
+    ] = NEEDLE
+    question: Annotated[
+        str,
+        option(f"What is asked after the haystack, with {{key}}. (default {QUESTION!r})", "TEXT", show_default=False),
+    ] = QUESTION
     answer: Annotated[
         str,
-        _option("How the answer reads: what stands before {value} is given, from there on it is scored.", "TEXT"),
+        option("How the answer reads: what stands before {value} is given, from there on it is scored.", "TEXT"),
     ] = ANSWER
-    digits: Annotated[int, _option("Digits of a value. (a whole number >= 1)", "N")] = 7
-    seed: Annotated[int, _option("Of keys, values and stretches of haystack.", "N")] = 0
+    digits: Annotated[int, option("Digits of a value. (a whole number >= 1)", "N")] = 7
+    seed: Annotated[int, option("Of keys, values and stretches of haystack.", "N")] = 0
     chat: Annotated[
         bool,
         typer.Option(
@@ -78,29 +74,29 @@ class Flags:
         ),
     ] = False
     tokenizer: Annotated[
-        str | None, _option("'bytes', a folder or a hub id. (default: the model's own; 'bytes' for a preset)", "NAME")
+        str | None, option("'bytes', a folder or a hub id. (default: the model's own; 'bytes' for a preset)", "NAME")
     ] = None
     allow_longer: Annotated[
         bool,
         typer.Option("--allow-longer", help="Also rows beyond the positions that the model knows. (default false)"),
     ] = False
-    sp: Annotated[int, _option("Processes that share a row. (a whole number >= 1)", "N")] = 1
-    ulysses: Annotated[int | None, _option("Processes that exchange heads. (default: chosen)", "N")] = None
-    ring: Annotated[int | None, _option("Processes that pass keys and values on. (default: chosen)", "N")] = None
+    sp: Annotated[int, option("Processes that share a row. (a whole number >= 1)", "N")] = 1
+    ulysses: Annotated[int | None, option("Processes that exchange heads. (default: chosen)", "N")] = None
+    ring: Annotated[int | None, option("Processes that pass keys and values on. (default: chosen)", "N")] = None
     nproc: Annotated[
         int | None,
-        _option("Processes to start, a multiple of --sp; each --sp of them take other rows. (default: --sp)", "N"),
+        option("Processes to start, a multiple of --sp; each --sp of them take other rows. (default: --sp)", "N"),
     ] = None
-    kernel: Annotated[str, _option("Attention kernel: auto or a name of `longspan doctor`.", "NAME")] = "auto"
-    engine: Annotated[str, _option("Who holds parameters: single (each process all of them) | fsdp2.", "NAME")] = (
+    kernel: Annotated[str, option("Attention kernel: auto or a name of `longspan doctor`.", "NAME")] = "auto"
+    engine: Annotated[str, option("Who holds parameters: single (each process all of them) | fsdp2.", "NAME")] = (
         "single"
     )
-    tile_tokens: Annotated[str, _option("Tokens of a process on which a layer runs at a time.", "SIZE")] = "8K"
-    device: Annotated[str, _option("cpu, cuda or auto: cuda if there is a GPU per process.", "NAME")] = "auto"
+    tile_tokens: Annotated[str, option("Tokens of a process on which a layer runs at a time.", "SIZE")] = "8K"
+    device: Annotated[str, option("cpu, cuda or auto: cuda if there is a GPU per process.", "NAME")] = "auto"
     dtype: Annotated[
-        str | None, _option("float32 | bfloat16 | float64. (default bfloat16 on cuda, float32 on cpu)", "NAME")
+        str | None, option("float32 | bfloat16 | float64. (default bfloat16 on cuda, float32 on cpu)", "NAME")
     ] = None
-    out: Annotated[Path, _option(f"Folder for {RESULT} and {PICTURE}.", "FOLDER")] = Path("out/needle")
+    out: Annotated[Path, option(f"Folder for {RESULT} and {PICTURE}.", "FOLDER")] = Path("out/needle")
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier evaluation in --out. (default false)")
     ] = False
@@ -184,19 +180,12 @@ def job_of(flags: Flags) -> NeedleJob:
     from longspan.evaluate.run import Asked  # torch and transformers load here, so that --help is quick
 
     processes = flags.sp if flags.nproc is None else flags.nproc
-    made = (flags.ulysses or 1) * (flags.ring or 1)
-    both = flags.ulysses is not None and flags.ring is not None
-    if min(flags.sp, flags.ulysses or 1, flags.ring or 1) < 1 or flags.sp % made or (both and made != flags.sp):
-        raise TopologyError(
-            f"--ulysses x --ring must make --sp, got {flags.ulysses} and {flags.ring} for {flags.sp}: give one of "
-            "them, a divisor, or neither."
-        )
+    check_degrees(flags.sp, flags.ulysses, flags.ring)
     if processes < 1 or processes % flags.sp:
         raise TopologyError(f"--nproc must be a multiple of --sp {flags.sp}, got {processes}.")
-    if flags.device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device must be auto, cpu or cuda, got {flags.device!r}.")
+    check_device(flags.device)
     settings = NeedleSettings(
-        lengths=tuple(_size("--lengths", text) for text in flags.lengths.split(",")),
+        lengths=tuple(size("--lengths", text) for text in flags.lengths.split(",")),
         depths=tuple(_percent(text) for text in flags.depths.split(",")),
         trials=flags.trials,
         seed=flags.seed,
@@ -218,7 +207,7 @@ def job_of(flags: Flags) -> NeedleJob:
         ring=flags.ring,
         kernel=flags.kernel,
         engine=flags.engine,  # pyright: ignore[reportArgumentType]  (checked there)
-        tile_tokens=_size("--tile-tokens", flags.tile_tokens),
+        tile_tokens=size("--tile-tokens", flags.tile_tokens),
         dtype=flags.dtype,
     )
     return NeedleJob(asked, processes, flags.device)
@@ -229,14 +218,14 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from longspan.evaluate.heatmap import grid, short
+    from longspan.evaluate.heatmap import format_size, grid
 
     lengths, depths, _ = grid(result["cells"])
     cells = {(cell["depth"], cell["length"]): cell for cell in result["cells"]}
     table = Table(box=None, pad_edge=False)
     table.add_column("depth", justify="right")
     for length in lengths:
-        table.add_column(short(length), justify="right", no_wrap=True)
+        table.add_column(format_size(length), justify="right", no_wrap=True)
     for depth in depths:
         table.add_row(f"{depth:g}%", *(_shown(cells[depth, length]) for length in lengths))
     print("needles found, and mean log-probability of the answers' tokens")
@@ -254,13 +243,6 @@ def _shown(cell: dict[str, Any]) -> str:
     score = cell["score"]
     colour = "green" if score >= 0.9 else "yellow" if score >= 0.5 else "red"
     return f"[{colour}]{score:.0%}[/] [dim]{cell['mean_logp']:.2f}[/]"
-
-
-def _size(flag: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag}: {text!r} is {error}.") from None
 
 
 def _percent(text: str) -> float:

@@ -11,7 +11,26 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from pydantic import BaseModel
 
-from longspan.config import RunConfig, Setting, settings
+from longspan.config import RunConfig, Setting, parse_size, settings
+from longspan.errors import ConfigError
+
+
+def option(text: str, metavar: str, **more: Any) -> Any:
+    """Describe a flag: its help, and what stands for its value there."""
+    return typer.Option(help=text, metavar=metavar, **more)
+
+
+def size(flag: str, text: str) -> int:
+    """Read a flag's number of tokens: 131072, 128K, 1M.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text or repr(text)} is {error}.") from None
+
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 

@@ -9,59 +9,52 @@ from typing import Annotated, Any
 
 import typer
 
-from longspan.cli.flags import with_flags
-from longspan.config import parse_size
+from longspan.cli.flags import option, size, with_flags
 from longspan.errors import ConfigError
-
-
-def _option(text: str, metavar: str, **more: Any) -> Any:
-    return typer.Option(help=text, metavar=metavar, **more)
 
 
 @dataclass(frozen=True)
 class Flags:
     """The command line of `plan`."""
 
-    model: Annotated[str, _option("A preset, a folder (its config.json is enough) or a hub id.", "NAME")]
-    gpus: Annotated[str, _option("Number and kind of GPUs, all of which share a sequence: 2xH200.", "NxKIND")]
+    model: Annotated[str, option("A preset, a folder (its config.json is enough) or a hub id.", "NAME")]
+    gpus: Annotated[str, option("Number and kind of GPUs, all of which share a sequence: 2xH200; or 2xcpu.", "NxKIND")]
     host_memory: Annotated[
-        str | None, _option("Memory of a node: 256GiB, 1.9TB. (default: nothing is kept on the host)", "SIZE")
+        str | None, option("Memory of a node: 256GiB, 1.9TB. (default: nothing is kept on the host)", "SIZE")
     ] = None
-    gpu_memory: Annotated[str | None, _option("Memory of a GPU: 80GiB. (default: that of its kind)", "SIZE")] = None
-    gpus_per_node: Annotated[int, _option("GPUs of a node. (a whole number >= 1)", "N", show_default=True)] = 8
+    gpu_memory: Annotated[str | None, option("Memory of a GPU: 80GiB. (default: that of its kind)", "SIZE")] = None
+    gpus_per_node: Annotated[int, option("GPUs of a node. (a whole number >= 1)", "N", show_default=True)] = 8
     seq_len: Annotated[
         str | None,
-        _option("Tokens per row: 131072, 128K, or several: 32K,128K,1M. (default: the longest that fit)", "SIZES"),
+        option("Tokens per row: 131072, 128K, or several: 32K,128K,1M. (default: the longest that fit)", "SIZES"),
     ] = None
     max_seq: Annotated[
         bool, typer.Option("--max-seq", help="Plan the longest rows that fit, as without --seq-len. (default false)")
     ] = False
     engine: Annotated[
         str,
-        _option(
+        option(
             "Who holds parameters: fsdp2 | ddp | single | zero-0 | zero-1 | zero-2 | zero-3.", "NAME", show_default=True
         ),
     ] = "fsdp2"
     optimizer: Annotated[
         str,
-        _option(
+        option(
             "adamw | adamw-host | adamw8bit | adamw-bf16-sr | auto: adamw, or adamw-host where it does not fit.",
             "NAME",
             show_default=True,
         ),
     ] = "auto"
-    lora_rank: Annotated[
-        int | None, _option("Train adapters of this rank in place of the model. (a whole number >= 1)", "N", min=1)
-    ] = None
+    lora_rank: Annotated[int | None, option("Train adapters of this rank in place of the model.", "N", min=1)] = None
     lora_targets: Annotated[
-        str, _option("Modules that get adapters, separated by commas.", "NAMES", show_default=True)
+        str, option("Modules that get adapters, separated by commas.", "NAMES", show_default=True)
     ] = "all-linear"
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate",
-            help="First measure the GPUs of this host (a minute), for this and all later plans; then take a step as "
-            "planned, of random weights, with little of attention. (default false)",
+            help="Measure the GPUs of this host first, for this and all later plans and runs; then take one step as "
+            "planned, with random weights and little of attention. (default false)",
         ),
     ] = False
     json_: Annotated[
@@ -132,16 +125,17 @@ def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
 
 
 def _lengths(flags: Flags) -> list[int | None]:
+    if flags.calibrate and flags.gpu_memory is not None:
+        raise ConfigError(
+            "--calibrate measures the GPUs of this host, with the memory they have: leave --gpu-memory out."
+        )
     if flags.yaml_ and flags.json_:
         raise ConfigError("--yaml and --json both want all of stdout: take one.")
     if flags.seq_len is None:
         return [None]
     if flags.max_seq:
         raise ConfigError(f"--max-seq looks for the longest rows, --seq-len {flags.seq_len} names some: take one.")
-    try:
-        lengths: list[int | None] = [parse_size(text) for text in flags.seq_len.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--seq-len {flags.seq_len} is {error}.") from None
+    lengths: list[int | None] = [size("--seq-len", text) for text in flags.seq_len.split(",")]
     if flags.yaml_ and len(lengths) > 1:
         raise ConfigError(f"--yaml describes one run, --seq-len {flags.seq_len} names {len(lengths)}: take one.")
     return lengths
@@ -162,7 +156,7 @@ def _fitted(flags: Flags, made: Any) -> dict[str, Any]:
     from longspan.plan.machine import parse_bytes
 
     host_bytes = 0 if flags.host_memory is None else parse_bytes(flags.host_memory)
-    return fitted(made, flags.model, flags.lora_rank, flags.gpus, host_bytes)
+    return fitted(made, flags.model, _adapter(flags), flags.gpus, host_bytes)
 
 
 def _show(plans: list[Any]) -> None:

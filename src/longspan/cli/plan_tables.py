@@ -8,19 +8,20 @@ from rich.table import Table
 
 from longspan.plan.machine import GIB
 from longspan.plan.plan import Plan
+from longspan.report.words import short
 
 
 def lengths_table(plans: Sequence[Plan]) -> Table:
     """Return a row per length: what it takes and how fast it is."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("tokens", "s/step", "tokens/s", "MFU", "GiB per GPU", "GiB host per rank"):
+    for name in ("tokens", "s/step", "tokens/s", "MFU", "GiB per device", "GiB host per rank"):
         table.add_column(name, justify="right")
     for name in ("optimizer", "level", "layers keep"):
         table.add_column(name)
     for plan in plans:
         table.add_row(
             f"{plan.seq_len:,}",
-            f"{plan.step_s:.3g}",
+            short(plan.step_s or 0),
             f"{plan.tokens_per_s:,.0f}",
             "" if plan.mfu is None else f"{100 * plan.mfu:.0f} %",
             _gib(sum(plan.gpu_bytes.values())),
@@ -36,15 +37,15 @@ def causes_table(plan: Plan) -> Table:
     """Return what needs a plan's memory and its time, the most first, and the sums."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("cause")
-    for name in ("GiB per GPU", "GiB host per rank", "seconds"):
+    for name in ("GiB per device", "GiB host per rank", "seconds"):
         table.add_column(name, justify="right")
     sizes = (plan.gpu_bytes, plan.host_bytes)
     for cause in _by_size({**plan.host_bytes, **plan.gpu_bytes}):
         table.add_row(cause, *(_gib(held[cause]) if cause in held else "" for held in sizes), "")
     for cause in _by_size(plan.seconds):
-        table.add_row(cause, "", "", f"{plan.seconds[cause]:.3g}")
+        table.add_row(cause, "", "", short(plan.seconds[cause]))
     table.add_section()
-    table.add_row("in all", *(_gib(sum(held.values())) for held in sizes), f"{plan.step_s:.3g}", style="bold")
+    table.add_row("in all", *(_gib(sum(held.values())) for held in sizes), short(plan.step_s or 0), style="bold")
     return table
 
 

@@ -6,11 +6,14 @@ from typing import Any
 
 import yaml
 
-from longspan.config import AdapterConfig, parse_config
+from longspan.config import AdapterConfig, ModelConfig, parse_config
 from longspan.errors import ConfigError
+from longspan.integrations.models import load_model_config
+from longspan.integrations.positions import window_tokens
 from longspan.integrations.presets import PRESETS
 from longspan.plan.plan import Plan
 from longspan.plan.setup import IN_BACKWARD
+from longspan.report.words import short
 
 _HEAD = """\
 # {about}
@@ -33,7 +36,7 @@ def run_yaml(plan: Plan, model: str, adapter: AdapterConfig | None, gpus: int | 
     """
     preset = model in PRESETS
     values: dict[str, Any] = {
-        "model": {"name": model, **({"init": "random"} if preset else {}), **_dtype(plan, adapter, gpus)},
+        "model": {"name": model, **_positions(plan, model), **_dtype(plan, adapter, gpus)},
         "data": {
             "files": ["${stdlib}/[a-z]*.py"],
             "tokenizer": "bytes" if preset else model,
@@ -53,8 +56,27 @@ def run_yaml(plan: Plan, model: str, adapter: AdapterConfig | None, gpus: int | 
         values["adapter"] = adapter.model_dump(mode="json", exclude_defaults=True)
     parse_config(yaml.safe_load(yaml.safe_dump(values)))  # what is told to be taken is taken
     where = "a CPU" if gpus is None else f"{gpus} GPU{'s' * (gpus > 1)}"
-    about = f"{model}, rows of {plan.seq_len:,} tokens on {where}: {plan.step_s:.3g} s a step expected."
+    about = f"{model}, rows of {plan.seq_len:,} tokens on {where}: {short(plan.step_s or 0)} s a step expected."
     return _HEAD.format(about=about, keep=_KEEP) + yaml.safe_dump(values, sort_keys=False)
+
+
+def _positions(plan: Plan, model: str) -> dict[str, Any]:
+    """Return what a model needs for rows that are longer than its positions; a preset has no weights that knew them.
+
+    Raises:
+        ConfigError: a model with weights, whose positions must be stretched.
+    """
+    tokens = plan.seq_len or 0
+    known = window_tokens(load_model_config(ModelConfig(name=model, init="random")))
+    longer = known is not None and tokens > known
+    if model in PRESETS:
+        return {"init": "random", **({"overrides": {"max_position_embeddings": tokens}} if longer else {})}
+    if longer:
+        raise ConfigError(
+            f"{model} knows {known:,} positions, fewer than rows of {tokens:,} tokens: plan for at most {known:,}, or "
+            "write the run's YAML by hand, with model.rope to stretch them."
+        )
+    return {}
 
 
 def _mixed(plan: Plan, adapter: AdapterConfig | None, gpus: int | None) -> bool:

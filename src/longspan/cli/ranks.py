@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.cli import failures
-from longspan.errors import TopologyError, TrainingError
+from longspan.errors import ConfigError, TopologyError, TrainingError
 
 _GRACE_S = 5.0
 _TIMEOUT = timedelta(minutes=10)
@@ -90,10 +90,37 @@ def join(job: Job) -> dict[str, Any] | None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size != job.processes:
-        raise TopologyError(f"torchrun started {world_size} processes, but {job.processes} were asked for (--sp).")
+        raise TopologyError(
+            f"torchrun started {world_size} processes, but {job.processes} were asked for (--sp or --nproc)."
+        )
     device = choose_device(job.device, int(os.environ["LOCAL_RANK"]), local_size)
     with _group(device, world_size, rank, "env://"):
         return job.run(device)
+
+
+def check_degrees(sp: int, ulysses: int | None, ring: int | None) -> None:
+    """Refuse degrees that do not make a number of processes.
+
+    Raises:
+        TopologyError: with the numbers.
+    """
+    made = (ulysses or 1) * (ring or 1)
+    both = ulysses is not None and ring is not None
+    if min(sp, ulysses or 1, ring or 1) < 1 or sp % made or (both and made != sp):
+        raise TopologyError(
+            f"--ulysses x --ring must make --sp, got {ulysses} and {ring} for {sp}: give one of them, a divisor, or "
+            "neither."
+        )
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is none of `cpu`, `cuda` and `auto`.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device must be auto, cpu or cuda, got {name!r}.")
 
 
 def has_gpu() -> bool:
@@ -199,7 +226,7 @@ def choose_device(asked: str, rank: int, processes: int) -> Any:
     count = torch.cuda.device_count()
     if asked == "cuda" and count < processes:
         raise TopologyError(
-            f"--sp {processes} needs {processes} GPUs, found {count}: take --device cpu or a smaller --sp."
+            f"{processes} processes need {processes} GPUs, found {count}: start fewer, or take the CPU (--device cpu)."
         )
     if asked == "cpu" or count < processes:
         return torch.device("cpu")

@@ -18,6 +18,7 @@ class FaultsConfig(Section):
         unit="minutes",
         example=30,
         gt=0,
+        le=525_600,
     )
     on_nonfinite: Literal["stop", "skip"] = field(
         "A step whose loss or gradient norm is not finite: 'stop' ends the run; 'skip' leaves it out on all processes "

@@ -165,7 +165,11 @@ class RunConfig(Section):
     )
     micro_batch_size: Int = _field("Rows per micro-batch.", 1, unit="rows", example=1, ge=1)
     seed: Int = _field("Seed of weights, order and dropout.", 0, example=0, ge=0, lt=2**63)
-    output_dir: str = _field("Folder for metrics.jsonl and the model.", example="out/run", min_length=1)
+    output_dir: str = _field(
+        "Folder for all that the run leaves: metrics.jsonl, run.json, report.html, checkpoints, the model.",
+        example="out/run",
+        min_length=1,
+    )
     overwrite: bool = _field("Replace what an earlier run left in output_dir.", False, example=False)
     resume: bool = _field(
         "Go on from the last whole checkpoint in output_dir; begin where there is none.", False, example=True

@@ -39,7 +39,7 @@ def draw_heatmap(title: str, cells: Sequence[Mapping[str, Any]], path: Path) -> 
         for column, score in enumerate(line):
             color = "black" if 0.15 < score < 0.85 else "white"  # on the dark ends of the scale
             axes.text(column, row, f"{score:.0%}", ha="center", va="center", color=color)
-    axes.set_xticks(range(len(lengths)), [short(length) for length in lengths])
+    axes.set_xticks(range(len(lengths)), [format_size(length) for length in lengths])
     axes.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
     axes.set_xlabel("length in tokens")
     axes.set_ylabel("depth of the needle")
@@ -56,7 +56,7 @@ def grid(cells: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float], li
     return lengths, depths, [[scores[depth, length] for length in lengths] for depth in depths]
 
 
-def short(tokens: int) -> str:
+def format_size(tokens: int) -> str:
     """Write a number of tokens as its flag does: 128K, 1M, or all digits."""
     for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
         if tokens % unit == 0:

@@ -81,6 +81,7 @@ class Task:
         most = max(SMALLEST_COMPILED_TOKENS, largest_tile(self.shape) // self.rows)
         if self.degrees.ulysses > 1:  # two tiles at least, of a size that is worth it: one travels while one computes
             most = min(most, max(SMALLEST_OVERLAPPED_TOKENS // self.rows, base.shard_tokens // 2))
+            most = max(most, SMALLEST_COMPILED_TOKENS)
         while most >= SMALLEST_COMPILED_TOKENS:
             tile = tile_tokens(base.shard_tokens, most)
             if tile not in seen:
@@ -135,7 +136,7 @@ class Task:
         for optimizer in () if self.engine.startswith("zero-") else OPTIMIZERS.values():  # DeepSpeed has its own
             if optimizer not in self.optimizers and replace(self, optimizers=(optimizer,)).fits(tokens):
                 ways.append(f"optimizer {optimizer.name}")
-        return ConfigError(f"{where}: {needs}. Use {', '.join([*ways, 'more GPUs'])}.")
+        return ConfigError(f"{where}: {needs}. Use {', '.join(ways)}{', or ' if ways else ''}more GPUs.")
 
     def _needs(self, tokens: int, optimizer: Optimizer) -> str:
         """Say what an optimizer needs at least, and of which there is too little."""

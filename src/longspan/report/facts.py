@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from longspan.errors import ConfigError, TrainingError
 
 RUN = "run.json"
+METRICS = "metrics.jsonl"
 REPORT = "report.html"
 
 

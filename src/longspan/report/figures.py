@@ -168,11 +168,16 @@ def comparisons(story: Story) -> list[Comparison]:
     plan = None if story.facts is None else story.facts.plan
     if plan is None or not story.rows:
         return []
+    once = story.config.get("gradient_accumulation_steps", 1) == 1  # a plan knows one micro-batch alone
     planned = {
-        "GPU memory, peak": (sum(plan.gpu_bytes.values()) or None, story.largest("peak_gpu_bytes") or None, gib),
-        "Seconds per step, median": (sum(plan.seconds.values()) or None, story.median("step_s"), short),
-        "Tokens per second, median": (plan.tokens_per_s, story.median("tokens_per_s"), lambda v: f"{v:,.0f}"),
-        "MFU, causal attention": (plan.mfu, story.median("mfu"), percent),
+        "GPU memory, peak": (sum(plan.gpu_bytes.values()) or None, story.largest("gpu_bytes") or None, gib),
+        "Seconds per step, median": (sum(plan.seconds.values()) * once or None, story.median("step_s"), short),
+        "Tokens per second, median": (
+            plan.tokens_per_s if once else None,
+            story.median("tokens_per_s"),
+            lambda v: f"{v:,.0f}",
+        ),
+        "MFU, causal attention": (plan.mfu if once else None, story.median("mfu"), percent),
     }
     return [
         Comparison(name, show(before), show(after), f"{100 * (after / before - 1):+.1f} %")

@@ -13,7 +13,7 @@ import yaml
 from longspan.report.charts import draw
 from longspan.report.figures import Comparison, charts, comparisons, figures, unplanned
 from longspan.report.story import Story
-from longspan.report.words import duration, short
+from longspan.report.words import duration, gib, short
 
 
 def page(story: Story) -> str:
@@ -122,7 +122,7 @@ def _settings(story: Story) -> str:
     data = f'<h2>Data</h2><div class="card"><p>{escape(facts.data or "Nothing was noted of the data.")}</p></div>\n'
     place = facts.machine
     where = [("host", place.host), ("platform", place.platform), ("processes", f"{place.processes} on {place.device}")]
-    where += [(d.type, f"{d.name}, {d.memory_bytes / 2**30:.1f} GiB") for d in place.devices]
+    where += [(d.type, f"{d.name}, {gib(d.memory_bytes)}") for d in place.devices]
     versions = [(name, version or "not installed") for name, version in facts.versions.items()]
     settings = yaml.safe_dump(facts.config, sort_keys=False, allow_unicode=True, width=100)
     return (

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
-from longspan.report.facts import Facts
-
-METRICS = "metrics.jsonl"
+from longspan.report.facts import METRICS, Facts
 
 Values = Mapping[str, float | None]
 

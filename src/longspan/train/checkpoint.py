@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from longspan.engines import protocol
 from longspan.errors import ConfigError, TrainingError
 from longspan.once import is_first
-from longspan.report.facts import REPORT, RUN
+from longspan.report.facts import METRICS, REPORT, RUN
 from longspan.train.agreement import Agreement
 from longspan.train.loggers import TENSORBOARD
 from longspan.train.watchdog import REPORTS
 
-METRICS = "metrics.jsonl"
 ACCOUNT = (RUN, REPORT, TENSORBOARD, REPORTS)
 """What tells of a run, as patterns; a folder that holds nothing else has nothing to lose."""
 

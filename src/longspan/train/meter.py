@@ -36,7 +36,7 @@ class Meter:
         self._waits = mesh.sequence.waits
         self._phases.running = True
         self._waits.running = mesh.sequence.size > 1
-        self._peak = Memory(0, 0)
+        self._peak, self._before = Memory(0, 0), 0
         self._start_s = time.perf_counter()
 
     def steps(self, source: Iterable[T]) -> Iterator[T]:
@@ -44,7 +44,8 @@ class Meter:
         items = iter(source)
         while True:
             self._start_s = time.perf_counter()
-            if self._device.type == "cuda":
+            if self._device.type == "cuda":  # building, reading and saving count too, but not as the step's
+                self._before = max(self._before, torch.cuda.max_memory_allocated(self._device))
                 torch.cuda.reset_peak_memory_stats(self._device)
             try:
                 with self.phase("data"):
@@ -64,7 +65,7 @@ class Meter:
 
         Cost: one all-reduce of a few numbers.
         """
-        memory, peak, agreed = largest_memory(self._device, self._mesh, *flags)
+        memory, peak, agreed = largest_memory(self._device, self._mesh, *flags, before=self._before)
         self._peak = self._peak.or_larger(peak)
         step_s = time.perf_counter() - self._start_s
         phases, waits = self._phases.take(), self._waits.take()

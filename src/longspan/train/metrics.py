@@ -208,21 +208,25 @@ class Memory:
         return Memory(max(self.gpu_bytes, other.gpu_bytes), max(self.host_bytes, other.host_bytes))
 
 
-def largest_memory(device: torch.device, mesh: Mesh, *flags: bool) -> tuple[Memory, Memory, tuple[bool, ...]]:
+def largest_memory(
+    device: torch.device, mesh: Mesh, *flags: bool, before: int = 0
+) -> tuple[Memory, Memory, tuple[bool, ...]]:
     """Return what a process holds at most, now and since its start, the largest over `mesh.world`, and of each flag
     whether some process has set it.
 
-    Both times the GPU's is its peak since PyTorch's record of it was last reset; what a host process holds now is what
-    is resident.
+    What a GPU holds now is its peak since PyTorch's record of it was last reset; of a host process, what is resident.
 
-    Cost: one all-reduce of three numbers and the flags.
+    Args:
+        before: the GPU's peak before that.
+
+    Cost: one all-reduce of four numbers and the flags.
     """
     gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     host = psutil.Process().memory_info().rss
-    numbers = torch.tensor([gpu, host, max(host, peak), *flags], dtype=torch.int64, device=device)
+    numbers = torch.tensor([gpu, host, max(gpu, before), max(host, peak), *flags], dtype=torch.int64, device=device)
     if mesh.world.group is not None:
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=mesh.world.group)
-    gpu, host, peak, *agreed = numbers.tolist()
-    return Memory(gpu, host), Memory(gpu, peak), tuple(map(bool, agreed))
+    gpu, host, most, peak, *agreed = numbers.tolist()
+    return Memory(gpu, host), Memory(most, peak), tuple(map(bool, agreed))

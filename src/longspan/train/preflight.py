@@ -56,5 +56,6 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
     )  # raises where the heads cannot serve the degrees
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
     corpus, report = read_corpus(config.data, config.sequence_length, Encoder(tokenizer, config.data.targets))
-    check_fit(model_config, max(corpus.lengths_tokens), int(corpus.tokens.max()))
+    largest = max(int(ids.max()) for ids in (corpus.tokens, corpus.labels) if ids is not None)
+    check_fit(model_config, max(corpus.lengths_tokens), largest)
     return corpus, report

@@ -7,7 +7,7 @@ import os
 import platform
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -78,8 +78,7 @@ class Record:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._progress.__exit__(kind, error, tb)
-        for logger in self._loggers:
-            logger.close()
+        self._to_loggers(lambda logger: logger.close())
         stopped = error is None and self._last is not None and self._last.step < self._config.max_steps
         self.note(conclude(self._folder, self._facts, end_of(error, self._told if stopped else None)))
 
@@ -92,13 +91,32 @@ class Record:
         """Show and log a step."""
         self._last = row
         self._progress.step(row)
-        if self._names and not self._loggers:
+        if self._names:
             facts = self._facts
             about = About(self._folder, facts.run, row.step, self._config.logging.project, facts.config)
-            self._loggers = open_loggers(self._names, about)
-        for logger in self._loggers:
-            logger.log(row.step, scalars(row))
+            self._loggers = [logger for name in self._names for logger in self._opened(name, about)]
+            self._names = ()
+        self._to_loggers(lambda logger: logger.log(row.step, scalars(row)))
         self._note_plan()
+
+    def _opened(self, name: str, about: About) -> list[Logger]:
+        """Open a logger; one that cannot be is told of, and takes nothing from the run."""
+        try:
+            return open_loggers((name,), about)
+        except Exception as error:  # theirs are of any kind: no login, no network, a full disk
+            self.note(f"logging.to: {name} is left out: {type(error).__name__}: {str(error)[:300]}")
+            return []
+
+    def _to_loggers(self, work: Callable[[Logger], None]) -> None:
+        """Do something with each logger; one that fails is told of, and left out from then on."""
+        for logger in list(self._loggers):
+            try:
+                work(logger)
+            except Exception as error:
+                self._loggers.remove(logger)
+                self.note(
+                    f"{type(logger).__name__} is left out from now on: {type(error).__name__}: {str(error)[:300]}"
+                )
 
     def _before(self) -> Facts | None:
         """Return what an earlier start has left; a file that cannot be read must not keep a run from going on."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -91,8 +92,10 @@ def read_state(folder: Path, model: nn.Module, engine: Any, stepping: Stepping, 
         load(cast(dict[str, Any], state), storage_reader=reader)
     except TrainingError:
         raise
-    except Exception as error:
-        said = f"Checkpoint {folder} cannot be read ({type(error).__name__}: {str(error)[:300]}). {_UNREAD}"
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        causes = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+        cause = causes[0][0] if causes else error
+        said = f"Checkpoint {folder} cannot be read ({type(cause).__name__}: {str(cause)[:300]}). {_UNREAD}"
         raise TrainingError(said) from error
     agree(lambda: _take(state, model, None if zero else stepping, device))
 

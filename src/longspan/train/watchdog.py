@@ -71,8 +71,8 @@ class Word:
                     self._others = [self._line(store, rank) for rank in range(dist.get_world_size())]
                     self._answered.set()
                     return
-            except RuntimeError:  # who keeps it is gone, which the training thread will notice by itself
-                return
+            except RuntimeError:  # slow, or gone, which the training thread will notice by itself
+                self._ended.wait(self._look_s)
             self._asked.wait(self._look_s)
 
     def _line(self, store: Any, rank: int) -> str:
