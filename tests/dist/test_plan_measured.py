@@ -37,7 +37,6 @@ CASES: dict[int, list[tuple[str, int, dict[str, Any]]]] = {
     1: [("512/x+O/-", 1536, {"engine": "single"})],
     2: [
         ("-/graph/-", 1536, {}),
-        ("512/x+O/-", 1536, {}),
         ("256/x,O*7/-", 2048, {}),
         ("512/x,none*7/-/rebuilt=x+O", 2048, {}),
         ("-/graph/-", 1536, LORA[8]),
