@@ -59,7 +59,7 @@ class Word:
     def of_others(self) -> list[str]:
         """Return where each process was when it last left word."""
         self._asked.set()
-        if not self._answered.wait(2 * self._look_s):
+        if not self._answered.wait(_STORE_TIMEOUT.total_seconds()):
             return ["the processes' store does not answer: the first host is down, or the link to it"]
         return self._others
 
@@ -124,7 +124,7 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             limit_s = self._limit_s if self._pulse.steps else FIRST * self._limit_s
-            last_s = limit_s + 6 * self._look_s
+            last_s = limit_s + 6 * self._look_s + _STORE_TIMEOUT.total_seconds()
             faulthandler.dump_traceback_later(last_s, exit=True, file=sys.__stderr__)  # pyright: ignore[reportArgumentType]
             if time.monotonic() - self._pulse.beat_s > limit_s:
                 self._end(limit_s)
