@@ -73,7 +73,7 @@ def test_a_file_is_whole_after_every_row_and_never_written_over(tmp_path: Path) 
     assert Results.load(results.path).rows == [{"tokens": 5, "state": "killed", "step_s": 1.0}]
     second = Results.open(target, "step", {"work": {}}, CPU)
     assert second.path is not None and second.path.name.endswith("-2.json")
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.part*"))
 
 
 def test_processes_that_follow_each_other_add_to_one_file(tmp_path: Path) -> None:

@@ -34,25 +34,25 @@ class Rates:
         self.device, self.on_gpu = device, device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
 
-    def seconds(self, work: Callable[[], Any], times: int = _TIMES) -> float:
+    def seconds(self, work: Callable[[], Any]) -> float:
         """Return the median seconds of the slowest process."""
-        return largest(1e-3 * median(rounds_ms(work, times, 2, self.device), 6), self.device)
+        return largest(1e-3 * median(rounds_ms(work, _TIMES, 2, self.device), 6), self.device)
 
     def gemm_tflops(self) -> float:
         """Multiply as layers do: many tokens with square weights."""
-        tokens, width = (1024, 1024) if not self.on_gpu else (16384, 4096)
+        tokens, width = (16384, 4096) if self.on_gpu else (1024, 1024)
         a, b = self._normal(tokens, width), self._normal(width, width)
         return 2 * tokens * width * width / self.seconds(lambda: a @ b) / 1e12
 
     def memory_gbs(self) -> float:
         """Add two tensors into a third."""
-        a = self._normal((1 << 22) if not self.on_gpu else 1 << 28)
+        a = self._normal(1 << (28 if self.on_gpu else 22))
         out = torch.empty_like(a)
         return 3 * a.nbytes / self.seconds(lambda: torch.add(a, a, out=out)) / 1e9
 
     def host_gbs(self) -> float:
         """Copy to pinned host memory and back; the slower way counts."""
-        on_device = self._normal((1 << 22) if not self.on_gpu else 1 << 28)
+        on_device = self._normal(1 << (28 if self.on_gpu else 22))
         on_host = torch.empty_like(on_device, device="cpu", pin_memory=self.on_gpu)
         away = self.seconds(lambda: on_host.copy_(on_device, non_blocking=True))
         back = self.seconds(lambda: on_device.copy_(on_host, non_blocking=True))
@@ -63,7 +63,7 @@ class Rates:
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size == 1:
             return None
-        sent = self._normal(size * ((1 << 20) if not self.on_gpu else 1 << 27) // size * size)
+        sent = self._normal(size << (27 if self.on_gpu else 20))
         got = torch.empty_like(sent)
         seconds = self.seconds(lambda: dist.all_to_all_single(got, sent))
         return sent.nbytes * (size - 1) / size / seconds / 1e9
@@ -87,7 +87,7 @@ class Rates:
         return tuple(found)
 
     def _attention_tflops(self, kernel: Any) -> tuple[float, float]:
-        tokens, heads, kv_heads = (512, 4, 2) if not self.on_gpu else (32768, 16, 4)
+        tokens, heads, kv_heads = (32768, 16, 4) if self.on_gpu else (512, 4, 2)
         layout = Layout(tokens, 1, 1)
         schedule = Schedule.of(Mask(layout.length, None), layout, 0, "ring")
         attend = Attend(Mesh(device_type=self.device.type), kernel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from longspan.bench.figures import figures_of
+from longspan.files import write_whole
 
 RUNNING, DONE, STOPPED, OUT_OF_MEMORY = "running", "done", "stopped at the limit", "out of memory"
 _PACKAGES = ("transformers", "flash-attn-4", "torchao", "longspan")
@@ -94,9 +94,7 @@ class Results:
         """Write the file, whole."""
         self.content["figures"] = figures_of(self.content)
         if self.path is not None:
-            part = self.path.with_suffix(".part")
-            part.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
-            os.replace(part, self.path)
+            write_whole(self.path, json.dumps(self.content, indent=1) + "\n")
 
     def end_running(self, state: str) -> dict[str, Any] | None:
         """Say what became of a row that a process has not finished; return it."""

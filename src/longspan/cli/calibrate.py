@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -70,8 +71,6 @@ def fitted(plan: Any, model: str, adapter: Any, gpus: str, host_bytes: int) -> d
         TrainingError: it does not fit.
         LongspanError: the plan's engine is not served, or the step is not exact.
     """
-    import tempfile
-
     from longspan.bench.results import DONE, Target
     from longspan.bench.settings import AUTO, Asked, Setting, Work
     from longspan.cli.bench_jobs import WorkJob

@@ -16,6 +16,7 @@ from longspan.cli.flags import option, size, with_flags
 from longspan.cli.ranks import check_degrees, check_device, join, start
 from longspan.errors import ConfigError, TopologyError
 from longspan.evaluate.settings import ANSWER, NEEDLE, QUESTION, NeedleSettings
+from longspan.files import write_whole
 
 evaluation = typer.Typer(name="eval", help="Find out what a model can do with long rows.", no_args_is_help=True)
 
@@ -165,7 +166,7 @@ def run(flags: Flags) -> dict[str, Any] | None:
     if result is None:
         return None
     flags.out.mkdir(parents=True, exist_ok=True)
-    (flags.out / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_whole(flags.out / RESULT, json.dumps(result, indent=2) + "\n")
     if not flags.no_plot:
         draw_heatmap(f"Needle in a haystack: {result['model']}", result["cells"], flags.out / PICTURE)
     return result

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from longspan.cli.calibrate import calibrate, fitted
 from longspan.cli.flags import option, size, with_flags
 from longspan.errors import ConfigError
 
@@ -69,6 +70,28 @@ class Flags:
         ),
     ] = False
 
+    @property
+    def adapter(self) -> Any:
+        """The adapters that are trained, as a run's settings; None where the model itself is.
+
+        Raises:
+            ConfigError: modules for adapters of no rank.
+        """
+        from longspan.config import AdapterConfig
+
+        if self.lora_rank is None:
+            if self.lora_targets != "all-linear":
+                raise ConfigError("--lora-targets names modules for adapters of a --lora-rank: give that too.")
+            return None
+        return AdapterConfig(kind="lora", rank=self.lora_rank, target_modules=tuple(self.lora_targets.split(",")))
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of a node that may be used."""
+        from longspan.plan.machine import parse_bytes
+
+        return 0 if self.host_memory is None else parse_bytes(self.host_memory)
+
 
 @with_flags(Flags)
 def plan(**flags: Any) -> None:
@@ -80,17 +103,17 @@ def plan(**flags: Any) -> None:
     given = Flags(**flags)
     lengths = _lengths(given)
     if given.calibrate:
-        from longspan.cli.calibrate import calibrate
-
         calibrate(given.gpus, sys.stderr)
     plans = run(given, lengths)
-    steps = [_fitted(given, made) for made in plans] if given.calibrate else []
+    steps = []
+    if given.calibrate:
+        steps = [fitted(made, given.model, given.adapter, given.gpus, given.host_bytes) for made in plans]
     if given.yaml_:
         from longspan.cli.plan_yaml import run_yaml
         from longspan.plan.library import parse_gpus
 
         count, machine = parse_gpus(given.gpus)
-        print(run_yaml(plans[0], given.model, _adapter(given), count if machine.on_gpu else None), end="")
+        print(run_yaml(plans[0], given.model, given.adapter, count if machine.on_gpu else None), end="")
     elif given.json_:
         told = [made.to_json() for made in plans]
         for made, step in zip(told, steps, strict=False):
@@ -117,9 +140,8 @@ def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
 
     count, machine = parse_gpus(flags.gpus)
     gpu_bytes = machine.memory_bytes if flags.gpu_memory is None else parse_bytes(flags.gpu_memory)
-    host_bytes = 0 if flags.host_memory is None else parse_bytes(flags.host_memory)
-    cluster = cluster_for(machine, count, flags.gpus_per_node, gpu_bytes, host_bytes)
-    shape = model_shape(flags.model, adapter=_adapter(flags))
+    cluster = cluster_for(machine, count, flags.gpus_per_node, gpu_bytes, flags.host_bytes)
+    shape = model_shape(flags.model, adapter=flags.adapter)
     task = task_for(shape, cluster, flags.engine, flags.optimizer)
     return [make_plan(task, tokens) for tokens in lengths]
 
@@ -139,24 +161,6 @@ def _lengths(flags: Flags) -> list[int | None]:
     if flags.yaml_ and len(lengths) > 1:
         raise ConfigError(f"--yaml describes one run, --seq-len {flags.seq_len} names {len(lengths)}: take one.")
     return lengths
-
-
-def _adapter(flags: Flags) -> Any:
-    from longspan.config import AdapterConfig
-
-    if flags.lora_rank is None:
-        if flags.lora_targets != "all-linear":
-            raise ConfigError("--lora-targets names modules for adapters of a --lora-rank: give that too.")
-        return None
-    return AdapterConfig(kind="lora", rank=flags.lora_rank, target_modules=tuple(flags.lora_targets.split(",")))
-
-
-def _fitted(flags: Flags, made: Any) -> dict[str, Any]:
-    from longspan.cli.calibrate import fitted
-    from longspan.plan.machine import parse_bytes
-
-    host_bytes = 0 if flags.host_memory is None else parse_bytes(flags.host_memory)
-    return fitted(made, flags.model, _adapter(flags), flags.gpus, host_bytes)
 
 
 def _show(plans: list[Any]) -> None:

@@ -50,10 +50,7 @@ class Haystack:
         Raises:
             DataError: a pattern that matches nothing, a file that is not text, or no text at all.
         """
-        try:
-            files = expand_files([expand_placeholders(pattern, "haystack") for pattern in patterns])
-        except DataError as error:
-            raise DataError(str(error).replace("data.files", "haystack")) from None
+        files = expand_files([expand_placeholders(pattern, "haystack") for pattern in patterns], "haystack")
         return cls.of((_text(file) for file in files), tokenizer, tokens)
 
     @classmethod

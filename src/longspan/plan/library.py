@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from longspan.config.section import Float
 from longspan.errors import ConfigError
+from longspan.files import write_whole
 from longspan.plan.machine import GIB, KernelRate, Machine
 
 OWN_FILE = Path("~/.config/longspan/machines.yaml")
@@ -83,10 +84,7 @@ def write_machine(machine: Machine, path: Path) -> None:
     known = read_machines(path.read_text(encoding="utf-8"), str(path)) if path.exists() else {}
     known[machine.name] = machine
     plain = {name: Entry.of(m).model_dump(mode="json") for name, m in known.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, yaml.safe_dump(plain, sort_keys=False))
 
 
 @lru_cache

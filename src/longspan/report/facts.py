@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from longspan import files
 from longspan.errors import ConfigError, TrainingError
 
 RUN = "run.json"
@@ -115,10 +116,7 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         TrainingError: the disk refused; what was there before is as it was.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        partial.replace(path)
+        files.write_whole(path, text)
     except OSError as error:
         raise TrainingError(f"Cannot write {path}: {error}.") from error

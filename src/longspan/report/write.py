@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from longspan.errors import ConfigError, LongspanError
-from longspan.report.facts import REPORT, RUN, End, Facts, read_facts, write_facts, write_whole
+from longspan.report.facts import METRICS, REPORT, RUN, End, Facts, read_facts, write_facts, write_whole
 from longspan.report.page import page
-from longspan.report.story import METRICS, Story
+from longspan.report.story import Story
 
 
 def write_report(folder: Path) -> tuple[Path, str]:

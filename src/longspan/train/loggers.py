@@ -138,9 +138,9 @@ def chosen(config: LoggingConfig) -> tuple[Sequence[str], str | None]:
     return (), "TensorBoard is not installed, so only metrics.jsonl is written (pip install tensorboard)"
 
 
-def open_loggers(names: Sequence[str], about: About) -> list[Logger]:
-    """Start loggers."""
-    return [_LOGGERS[name](about) for name in names]
+def open_logger(name: str, about: About) -> Logger:
+    """Start a logger."""
+    return _LOGGERS[name](about)
 
 
 def scalars(row: Row) -> dict[str, float]:

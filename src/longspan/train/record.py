@@ -21,7 +21,7 @@ from longspan.errors import ConfigError, TrainingError
 from longspan.plan.plan import Plan
 from longspan.report import Facts, PlanFacts, conclude, end_of, read_facts, write_facts
 from longspan.report.facts import Device, Place
-from longspan.train.loggers import About, Logger, chosen, open_loggers, scalars
+from longspan.train.loggers import About, Logger, chosen, open_logger, scalars
 from longspan.train.metrics import Row
 from longspan.train.progress import Progress
 
@@ -78,9 +78,10 @@ class Record:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._progress.__exit__(kind, error, tb)
-        self._to_loggers(lambda logger: logger.close())
         stopped = error is None and self._last is not None and self._last.step < self._config.max_steps
-        self.note(conclude(self._folder, self._facts, end_of(error, self._told if stopped else None)))
+        end = end_of(error, self._told if stopped else None)  # before a logger that fails is told of
+        self._to_loggers(lambda logger: logger.close())
+        self.note(conclude(self._folder, self._facts, end))
 
     def note(self, text: str) -> None:
         """Write a line that stays."""
@@ -102,9 +103,9 @@ class Record:
     def _opened(self, name: str, about: About) -> list[Logger]:
         """Open a logger; one that cannot be is told of, and takes nothing from the run."""
         try:
-            return open_loggers((name,), about)
+            return [open_logger(name, about)]
         except Exception as error:  # theirs are of any kind: no login, no network, a full disk
-            self.note(f"logging.to: {name} is left out: {type(error).__name__}: {str(error)[:300]}")
+            self._leave_out(name, error)
             return []
 
     def _to_loggers(self, work: Callable[[Logger], None]) -> None:
@@ -114,9 +115,10 @@ class Record:
                 work(logger)
             except Exception as error:
                 self._loggers.remove(logger)
-                self.note(
-                    f"{type(logger).__name__} is left out from now on: {type(error).__name__}: {str(error)[:300]}"
-                )
+                self._leave_out(type(logger).__name__, error)
+
+    def _leave_out(self, logger: str, error: Exception) -> None:
+        self.note(f"logging.to: {logger} is left out from now on: {type(error).__name__}: {str(error)[:300]}")
 
     def _before(self) -> Facts | None:
         """Return what an earlier start has left; a file that cannot be read must not keep a run from going on."""

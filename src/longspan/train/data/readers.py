@@ -30,30 +30,37 @@ def read_documents(data: DataConfig, encoder: Encoder, problems: Problems) -> It
     return islice(_documents(data, encoder, problems), data.max_documents)
 
 
-def expand_files(patterns: Sequence[str]) -> list[Path]:
+def expand_files(patterns: Sequence[str], setting: str = "data.files") -> list[Path]:
     """List the files that names and patterns mean, sorted per pattern, each once.
+
+    Args:
+        setting: what the user calls the patterns.
 
     Raises:
         DataError: a name or pattern that means no file.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        files = [Path(name) for name in _expand([pattern]) if Path(name).is_file()]
+        files = [Path(name) for name in _expand([pattern], setting) if Path(name).is_file()]
         if not files:
-            raise DataError(f"data.files: {pattern} matches no file (read from {Path.cwd()}).")
+            raise _no_file(setting, pattern)
         found.update(dict.fromkeys(files))
     return list(found)
 
 
-def _expand(patterns: Sequence[str]) -> Iterator[str]:
+def _expand(patterns: Sequence[str], setting: str = "data.files") -> Iterator[str]:
     for pattern in patterns:
         if not glob.has_magic(pattern):
             yield pattern
             continue
         names = sorted(glob.glob(pattern, recursive=True))
         if not names:
-            raise DataError(f"data.files: {pattern} matches no file (read from {Path.cwd()}).")
+            raise _no_file(setting, pattern)
         yield from names
+
+
+def _no_file(setting: str, pattern: str) -> DataError:
+    return DataError(f"{setting}: {pattern} matches no file (read from {Path.cwd()}).")
 
 
 def _documents(data: DataConfig, encoder: Encoder, problems: Problems) -> Iterator[Document]:
