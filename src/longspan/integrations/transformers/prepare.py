@@ -104,9 +104,7 @@ def prepare(
     return applied
 
 
-def _settle(
-    parts: Parts, asked: tuple[int, int | None, int | None], kernel: str, kv_exchange: KvExchange
-) -> Settled:
+def _settle(parts: Parts, asked: tuple[int, int | None, int | None], kernel: str, kv_exchange: KvExchange) -> Settled:
     """Probe the model, and choose what serves every layer.
 
     Args:
