@@ -86,17 +86,15 @@ def prepare(
     if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
     _check_model(parts)
-    ways = _ways(memory, parts)
-    ranks = data_parallel_ranks(sequence_parallel_size, mesh)
+    ways, ranks = _ways(memory, parts), data_parallel_ranks(sequence_parallel_size, mesh)
     asked = (sequence_parallel_size, ulysses_degree, ring_degree)
     settled = settle_together(lambda: _settle(parts, asked, kernel, kv_exchange), ranks.numel())
     axes, exchange = with_copy_engine(build_mesh(ranks, settled.degrees, parts.device.type), parts.device)
     plan = _with_notes(settled.plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    applied = Applied(
-        parts, axes, plan, {kind: Attend(axes, k) for kind, k in settled.kernels.items()}, ways, **options
-    )
+    attends = {kind: Attend(axes, chosen) for kind, chosen in settled.kernels.items()}
+    applied = Applied(parts, axes, plan, attends, ways, **options)
     applied.settings, applied.exchange = settings, settled.exchange
     applied.operands, applied.logit_options = settled.probed.shapes, settled.probed.logits
     if memory == "auto":
