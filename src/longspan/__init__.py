@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from longspan.mask import Mask
     from longspan.mlp import tiled_mlp
     from longspan.offload import offload_checkpoints
+    from longspan.plan.keep import Budget, Keep, Memory
     from longspan.tiled import tile
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Budget": "longspan.plan.keep",
     "Head": "longspan.loss",
+    "Keep": "longspan.plan.keep",
     "Layout": "longspan.layout",
     "LossOptions": "longspan.loss",
     "Mask": "longspan.mask",
+    "Memory": "longspan.plan.keep",
     "Schedule": "longspan.attention.schedule",
     "attend": "longspan.attention.build",
     "offload_checkpoints": "longspan.offload",
@@ -36,10 +40,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "Budget",
     "Head",
+    "Keep",
     "Layout",
     "LossOptions",
     "Mask",
+    "Memory",
     "Schedule",
     "attend",
     "offload_checkpoints",

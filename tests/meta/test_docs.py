@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -35,12 +36,21 @@ def test_python_compiles_and_uses_public_names(page: Path) -> None:
             assert attribute in longspan.__all__, f"{name(page)}: longspan.{attribute} is not public"
 
 
+def run(page: str) -> dict[str, Any]:
+    """Run all Python code of a page, in order, and return its names."""
+    names: dict[str, Any] = {}
+    for code in blocks(ROOT / "docs" / page, "python"):
+        exec(compile(code, page, "exec"), names)
+    return names
+
+
 def test_tools_do_what_their_page_shows() -> None:
-    page = ROOT / "docs" / "tools.md"
-    names: dict[str, object] = {}
-    for code in blocks(page, "python"):
-        exec(compile(code, name(page), "exec"), names)
-    assert names["handle"]
+    assert run("tools.md")["handle"]
+
+
+def test_tiers_hold_what_their_page_shows() -> None:
+    held = run("choosing.md")["held"]
+    assert 0 < held["gpu"] <= 200_000 and 0 < held["host"] <= 150_000 and held["file"] > 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,14 @@ def test_public_name(name: str) -> None:
 def test_promised_names_are_public() -> None:
     assert set(longspan.__all__) >= PROMISED
     assert set(longspan.__all__) <= set(dir(longspan))
+
+
+def test_messages_name_only_what_exists() -> None:
+    """Errors and docstrings tell users to pass `longspan.NAME(...)`; that name must be there."""
+    source = Path(longspan.__file__).parent
+    for file in source.rglob("*.py"):
+        for name in re.findall(r"\blongspan\.([A-Za-z]\w*)\(", file.read_text()):
+            assert name in longspan.__all__, f"{file.relative_to(source)} speaks of longspan.{name}"
 
 
 def test_unknown_name() -> None:

@@ -198,7 +198,7 @@ class Automatic:
         choice = task.choose(tokens)
         if choice is None:
             error = task.too_long(tokens)
-            raise ConfigError(f"{error} To try all the same, pass prepare(..., memory=Memory(...)).")
+            raise ConfigError(f"{error} To try all the same, pass prepare(..., memory=longspan.Memory(...)).")
         made = plan_of(task, choice, None)
         memory = replace(choice.memory, budget=self._budget(choice))
         if memory.compile is not None:
