@@ -398,7 +398,7 @@ def test_versions_and_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="zero-1 to zero-3"):
         Zero(0, torch.bfloat16)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.18.2")
-    with pytest.raises(ConfigError, match=r"need DeepSpeed >= 0.19.8, < 0.20.0, found 0.18.2"):
+    with pytest.raises(ConfigError, match=r"need deepspeed >= 0.19.8, < 0.20, found 0.18.2"):
         Zero(1)
 
 

@@ -12,7 +12,19 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan"
 LAYERS = [
-    {"errors", "files", "config", "layout", "mask", "segments", "needs", "documents", "overrides", "weights"},
+    {
+        "errors",
+        "files",
+        "config",
+        "layout",
+        "mask",
+        "segments",
+        "needs",
+        "documents",
+        "overrides",
+        "versions",
+        "weights",
+    },
     {"plan", "mesh", "once", "stopwatch", "comm", "kernels"},
     {
         "attention",

@@ -36,7 +36,8 @@ def examine() -> dict[str, Any]:
 
     from longspan.kernels.select import available
     from longspan.optim import KINDS
-    from longspan.train.record import devices, versions
+    from longspan.report.place import devices
+    from longspan.versions import versions
 
     return {
         "versions": versions(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,10 +15,8 @@ from longspan.engines.mpu import MPU
 from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
 from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.plan.setup import Optimizer
+from longspan.versions import refusal
 from longspan.weights import under_zero3
-
-SUPPORTED = ((0, 19, 8), (0, 20, 0))
-"""Versions of DeepSpeed from the first up to, and without, the second."""
 
 _STAGES = (0, 1, 2, 3)
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -252,19 +249,8 @@ def check_version() -> None:
     Raises:
         ConfigError: it is missing, or not of a supported version; found and needed are named.
     """
-    low, high = (".".join(map(str, version)) for version in SUPPORTED)
-    needed = f"DeepSpeed >= {low}, < {high}"
-    try:
-        found = importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(
-            f"The zero engines need {needed}, which is not installed: pip install 'longspan[deepspeed]', or use fsdp2."
-        ) from None
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3])
-    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
-        raise ConfigError(
-            f"The zero engines need {needed}, found {found}: pip install 'longspan[deepspeed]', or use fsdp2."
-        )
+    if reason := refusal("deepspeed"):
+        raise ConfigError(f"The zero engines need {reason}: pip install 'longspan[deepspeed]', or use fsdp2.")
 
 
 def _same_dtype(model: nn.Module) -> torch.dtype:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 import secrets
-import socket
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
 import torch
 
 from longspan.config import RunConfig
 from longspan.errors import ConfigError, TrainingError
 from longspan.plan.plan import Plan
 from longspan.report import Facts, PlanFacts, conclude, end_of, read_facts, write_facts
-from longspan.report.facts import Device, Place
+from longspan.report.place import place
 from longspan.train.loggers import About, Logger, chosen, open_logger, scalars
 from longspan.train.metrics import Row
 from longspan.train.progress import Progress
-
-PACKAGES = ("longspan", "torch", "transformers", "tokenizers", "safetensors")
-EXTRAS = ("accelerate", "datasets", "matplotlib", "peft", "deepspeed", "torchao", "tensorboard", "wandb", "trackio")
+from longspan.versions import versions
 
 
 class Record:
@@ -145,34 +138,3 @@ class Record:
             write_facts(self._folder, self._facts)
         except TrainingError as error:
             self.note(str(error))
-
-
-def versions() -> dict[str, str | None]:
-    """Return what is installed, None for what is not."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in (*PACKAGES, *EXTRAS)}}
-
-
-def devices() -> list[Device]:
-    """Return the GPUs of this host and the host itself, with their memory."""
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    found = [Device(type="cuda", name=gpu.name, memory_bytes=gpu.total_memory) for gpu in gpus]
-    memory_bytes = psutil.virtual_memory().total
-    return [*found, Device(type="cpu", name=f"{os.cpu_count()} CPU cores", memory_bytes=memory_bytes)]
-
-
-def place(device: torch.device, processes: int) -> Place:
-    """Return where a run trains."""
-    return Place(
-        host=socket.gethostname(),
-        platform=platform.platform(),
-        processes=processes,
-        device=device.type,
-        devices=devices(),
-    )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longspan.comm.symmetric import with_copy_engine
 from longspan.engines.mpu import MPU
+from longspan.engines.zero import check_version
 from longspan.errors import ConfigError, ModelError, TopologyError
 from longspan.integrations.deepspeed.contexts import Contexts
 from longspan.integrations.deepspeed.intercept import (
@@ -67,13 +69,16 @@ class UlyssesSPAttentionHF:
             What `deepspeed.initialize(mpu=...)` takes; None for size 1.
 
         Raises:
-            ConfigError: a size below 1, a fixed length that is missing, a name that cannot be used.
+            ConfigError: a size below 1, a fixed length that is missing, a name that cannot be used, a DeepSpeed whose
+                version is not supported.
             TopologyError: processes or heads that cannot be divided so.
             ModelError: the model uses another attention implementation.
 
         Cost: process groups, at the first call; on GPUs of one node a quarter of a GiB of each.
         """
         length = _length(seq_length, deprecated)
+        if "deepspeed" in sys.modules:  # whose engine will take what this returns
+            check_version()
         _check_numbers(sequence_parallel_size, micro_batch_size)
         if sequence_parallel_size == 1:
             return None
@@ -140,7 +145,7 @@ def _config(model: Any) -> tuple[PreTrainedConfig, bool]:
     if isinstance(config, PreTrainedConfig):
         return config, True
     if isinstance(model, str) or hasattr(model, "__fspath__"):
-        return AutoConfig.from_pretrained(model), False
+        return AutoConfig.from_pretrained(model, trust_remote_code=False), False
     raise ConfigError(f"model_name_or_path must be a name, path, config or model, got {type(model).__name__}.")
 
 
