@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from longspan.cli import failures
 from longspan.errors import ConfigError, TopologyError, TrainingError
+from longspan.versions import check_versions
 
 _GRACE_S = 5.0
 _TIMEOUT = timedelta(minutes=10)
@@ -62,6 +63,7 @@ def start(job: Job, limit_s: float | None = None) -> dict[str, Any]:
     Raises:
         LongspanError: the first error of a process, of the same kind; TrainingError for the limit.
     """
+    check_versions()  # here, as all that follows imports integrations where nobody hears its errors
     forks = "forkserver" in mp.get_all_start_methods() and not has_gpu()
     context: Any = mp.get_context("forkserver" if forks else "spawn")
     if forks:
