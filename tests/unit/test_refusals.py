@@ -299,6 +299,13 @@ def test_a_model_that_mixes_tokens_before_its_layers_is_refused() -> None:
     [
         ({"sequence_parallel_size": 2}, TopologyError, "needs 2 processes, but torch.distributed is not initialised"),
         ({"sequence_parallel_size": 0}, TopologyError, "at least 1, got 0"),
+        ({"sequence_parallel_size": "2"}, ConfigError, "sequence_parallel_size must be a whole number .*, got '2'"),
+        ({"sequence_parallel_size": 2.0}, ConfigError, "sequence_parallel_size must be a whole number .*, got 2.0"),
+        ({"sequence_parallel_size": True}, ConfigError, "sequence_parallel_size must be a whole number .*, got True"),
+        ({"ring_degree": "1"}, ConfigError, "ring_degree must be a whole number of ranks, or None .*, got '1'"),
+        ({"kernel": None}, ConfigError, "kernel must be the name of a kernel, or 'auto' .*, got None"),
+        ({"kernel": 3}, ConfigError, "kernel must be the name of a kernel, or 'auto' .*, got 3"),
+        ({"mesh": (1, 2)}, ConfigError, r"mesh must be a torch DeviceMesh .*, got \(1, 2\)"),
         ({"ulysses_degree": 2}, TopologyError, "must be sequence_parallel_size, got 2 and None for 1"),
         ({"kernel": "eager"}, KernelError, "mask of all queries by all keys"),
         ({"kernel": "paged|sdpa"}, KernelError, "paged attention"),

@@ -132,8 +132,8 @@ def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
     Raises:
         LongspanError: a flag that cannot be used, a model that is not understood, or a length that does not fit.
     """
-    from longspan.integrations.planning import cluster_for, task_for  # transformers loads here, so --help is quick
-    from longspan.integrations.shapes import model_shape
+    # transformers loads here, so that --help is quick
+    from longspan.integrations.planning import cluster_for, shape_to_plan, task_for
     from longspan.plan.decide import make_plan
     from longspan.plan.library import parse_gpus
     from longspan.plan.machine import parse_bytes
@@ -141,7 +141,7 @@ def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
     count, machine = parse_gpus(flags.gpus)
     gpu_bytes = machine.memory_bytes if flags.gpu_memory is None else parse_bytes(flags.gpu_memory)
     cluster = cluster_for(machine, count, flags.gpus_per_node, gpu_bytes, flags.host_bytes)
-    shape = model_shape(flags.model, adapter=flags.adapter)
+    shape = shape_to_plan(flags.model, flags.adapter)
     task = task_for(shape, cluster, flags.engine, flags.optimizer)
     return [make_plan(task, tokens) for tokens in lengths]
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from longspan.errors import ConfigError
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from longspan.config import AdapterConfig, ModelConfig
+from longspan.config.section import parse_size
+from longspan.errors import ConfigError, ModelError
+from longspan.integrations.models import load_model_config
+from longspan.integrations.random_weights import few_layers, narrowed, untrained_model
 from longspan.integrations.shapes import model_shape
+from longspan.integrations.transformers.prepare import refuse_unless_exact
 from longspan.plan.decide import Task, make_plan
 from longspan.plan.degrees import choose_degrees
 from longspan.plan.library import find_machine
@@ -19,7 +29,7 @@ NODE_GPUS = 8
 
 def plan(
     model_or_config: Any,
-    seq_len: int | None = None,
+    seq_len: int | str | None = None,
     world_size: int = 8,
     gpu_memory_gib: float = 139,
     host_memory_gib: float = 560,
@@ -33,7 +43,8 @@ def plan(
 
     Args:
         model_or_config: a preset, folder or hub id, a transformers configuration, or a model.
-        seq_len: tokens per row; None for the longest that fits.
+        seq_len: tokens per row, also as 128K (x 1024) or 1M; None for the longest that fits.
+        world_size: GPUs.
         gpu_memory_gib: total memory of a GPU.
         host_memory_gib: memory of a node.
         engine: who holds parameters: fsdp2, ddp, single, or zero-0 to zero-3 (DeepSpeed, bfloat16 on float32 masters).
@@ -43,11 +54,65 @@ def plan(
 
     Raises:
         ConfigError: a setting that is not known, or a length that does not fit, with the numbers.
-        ModelError: no causal language model of text.
+        ModelError: no causal language model of text, or one that `prepare` refuses.
     """
+    _check_numbers(world_size, gpu_memory_gib, host_memory_gib)
+    for name, value in (("engine", engine), ("gpu", gpu), ("optimizer", optimizer)):
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} is a name, got {value!r}.")
     sizes = (round(gpu_memory_gib * GIB), round(host_memory_gib * GIB))
     cluster = cluster_for(find_machine(gpu), world_size, NODE_GPUS, *sizes)
-    return make_plan(task_for(model_shape(model_or_config), cluster, engine, optimizer), seq_len)
+    tokens = None if seq_len is None else _tokens(seq_len)
+    return make_plan(task_for(shape_to_plan(model_or_config), cluster, engine, optimizer), tokens)
+
+
+def shape_to_plan(model: str | PretrainedConfig | nn.Module, adapter: AdapterConfig | None = None) -> ModelShape:
+    """Return the shape of a model that `prepare` takes; see `model_shape`.
+
+    What shows when a model runs is looked for on a small one of its configuration, with few and narrow layers and
+    random weights; where that cannot be made or run, `prepare` has the last word.
+
+    Raises:
+        ConfigError: there is no such model.
+        ModelError: it is no causal language model, or `prepare` refuses it.
+
+    Cost: builds the small model and runs it on 5 tokens: 0.1 to 0.5 s for most families.
+    """
+    config = load_model_config(ModelConfig(name=model, init="random")) if isinstance(model, str) else model
+    if isinstance(config, nn.Module):
+        config = getattr(config, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        raise ModelError(
+            f"longspan plans transformers models, got {type(model).__name__}: give a preset, a folder or hub id, a "
+            "transformers configuration or a model."
+        )
+    shape = model_shape(model, adapter=adapter)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = untrained_model(narrowed(few_layers(config))[0], 0, torch.float32, torch.device("cpu"))
+        except ConfigError:
+            return shape
+        try:
+            refuse_unless_exact(small)
+        except ModelError as error:
+            if error.__cause__ is None:  # else it only cannot run, which may be for want of width
+                raise
+    return shape
+
+
+def _tokens(seq_len: Any) -> int:
+    try:
+        return parse_size(seq_len)
+    except ValueError as error:
+        raise ConfigError(f"seq_len {seq_len!r} is {error}.") from None
+
+
+def _check_numbers(world_size: Any, gpu_memory_gib: Any, host_memory_gib: Any) -> None:
+    if not isinstance(world_size, int) or isinstance(world_size, bool):
+        raise ConfigError(f"world_size is a number of GPUs, such as 8, got {world_size!r}.")
+    for name, gib in (("gpu_memory_gib", gpu_memory_gib), ("host_memory_gib", host_memory_gib)):
+        if not isinstance(gib, int | float) or isinstance(gib, bool) or not math.isfinite(gib):
+            raise ConfigError(f"{name} is a number of GiB, such as 80, got {gib!r}.")
 
 
 def cluster_for(machine: Machine, gpus: int, node_gpus: int, gpu_bytes: int, host_bytes: int) -> Cluster:

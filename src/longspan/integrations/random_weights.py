@@ -61,7 +61,7 @@ def narrowed(config: PretrainedConfig) -> tuple[PretrainedConfig, dict[str, int]
         ConfigError: the family does not allow it.
     """
     text = config.get_text_config()
-    changes = {name: most for name, most in _NARROW.items() if (getattr(text, name, None) or 0) > most}
+    changes = {name: most for name, most in _NARROW.items() if _exceeds(getattr(text, name, None), most)}
     heads, hidden = getattr(text, "num_attention_heads", None) or 1, text.hidden_size
     width = heads * -(-_HIDDEN // heads)
     if hidden > width:
@@ -69,6 +69,10 @@ def narrowed(config: PretrainedConfig) -> tuple[PretrainedConfig, dict[str, int]
         with contextlib.suppress(ConfigError):
             return _with_widths(config, every), {**changes, "hidden_size": width}
     return _with_widths(config, changes), changes
+
+
+def _exceeds(width: Any, most: int) -> bool:
+    return isinstance(width, int) and width > most  # some families list one per layer
 
 
 def _with_widths(config: PretrainedConfig, widths: Mapping[str, int]) -> PretrainedConfig:
@@ -136,7 +140,7 @@ def untrained_model(config: PretrainedConfig, seed: int, dtype: torch.dtype, dev
     try:
         with torch.device(device):
             model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{type(config).__name__} does not make a causal language model: {error}") from error
     return model.train()
 

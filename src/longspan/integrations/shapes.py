@@ -17,6 +17,7 @@ from longspan.integrations.adapters import add_adapter
 from longspan.integrations.models import load_model_config
 from longspan.integrations.multimodal import sight_of, text_trunk
 from longspan.integrations.random_weights import auto_class
+from longspan.integrations.refusals import head_counts, refuse_settings
 from longspan.plan.kept import Operands
 from longspan.plan.shapes import LayerShape, ModelShape
 from longspan.stream.quantized import packed_size
@@ -72,6 +73,8 @@ def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> Mod
     lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
     if head is None or embedding is None or not lists:
         raise ModelError(f"{name} cannot be planned: it has no head, embedding or list of decoder layers.")
+    name_of = {id(module): path for path, module in model.named_modules()}
+    refuse_settings(model, lists[0], name_of[id(lists[0])])
     seen = operands or [None] * len(lists[0])
     layers = tuple(
         _layer(layer, config, operand or attention_sizes(config, i), layer_window(config, i))
@@ -112,13 +115,13 @@ def attention_sizes(config: Any, index: int) -> Operands:
         return _Heads(values, keys, config.linear_key_head_dim, config.linear_value_head_dim, recurrent=True)
     if getattr(config, "is_heterogeneous", False):  # Gemma 4: the heads of a layer are told by a config of its own
         config = config.per_layer_config[index]
-    heads = config.num_attention_heads
+    heads, kv_heads = head_counts(config)
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     value = getattr(config, "v_head_dim", None) or width
     rotated = getattr(config, "qk_rope_head_dim", None)
     if rotated:  # latent attention: every head has keys of its own
         return _Heads(heads, heads, rotated + config.qk_nope_head_dim, value)
-    return _Heads(heads, getattr(config, "num_key_value_heads", None) or heads, width, value)
+    return _Heads(heads, kv_heads, width, value)
 
 
 def expert_counts(config: Any) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.batch import CONTEXT, Shard
 from longspan.errors import BatchError, ConfigError, ModelError, TopologyError
+from longspan.integrations.refusals import head_counts
 from longspan.integrations.transformers.applied import Applied
 from longspan.integrations.transformers.prepare import prepare
 
@@ -118,11 +119,9 @@ class SequenceParallelStrategy:
             return size > 1
         if self.model is None:
             raise ModelError("SequenceParallelStrategy needs a model to initialize.")
-        config: Any = self.model.config
         ulysses, ring = self.config.ulysses_degree, self.config.ring_degree
         if ulysses is None and ring is None:
-            text = config.get_text_config()
-            ulysses = math.gcd(getattr(text, "num_key_value_heads", None) or text.num_attention_heads, size)
+            ulysses = math.gcd(head_counts(self.model.config)[1], size)
         mesh = _mesh(self.device_mesh)
         self.handle = prepare(self.model, size, ulysses_degree=ulysses, ring_degree=ring, mesh=mesh, logits=True)
         inner = self.handle.model

@@ -6,6 +6,7 @@ are those of `longspan.integrations.planning.plan`, which says what they mean.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from importlib import import_module
@@ -17,7 +18,16 @@ class _CallablePackage(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `longspan.integrations.planning.plan`."""
-        return import_module("longspan.integrations.planning").plan(*args, **kwargs)
+        return _function()(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The function's, for `inspect.signature`, editors and notebooks."""
+        return inspect.signature(_function())
+
+
+def _function() -> Any:
+    return import_module("longspan.integrations.planning").plan
 
 
 sys.modules[__name__].__class__ = _CallablePackage

@@ -13,6 +13,7 @@ from longspan.integrations.adapters import check_adapter
 from longspan.integrations.encoding import Encoder
 from longspan.integrations.models import check_fit, load_model_config
 from longspan.integrations.quantize import check_quantization
+from longspan.integrations.refusals import head_counts
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.optim import check_kind
 from longspan.plan.degrees import choose_degrees
@@ -49,11 +50,8 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
             f"Start a multiple of {size} (--nproc {size}), or set sequence_parallel_size to a divisor of {world_size}."
         )
     model_config = load_model_config(config.model)
-    text = model_config.get_text_config()
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    choose_degrees(
-        text.num_attention_heads, kv_heads, size, ulysses=config.ulysses_degree, ring=config.ring_degree
-    )  # raises where the heads cannot serve the degrees
+    # raises where the heads cannot serve the degrees
+    choose_degrees(*head_counts(model_config), size, ulysses=config.ulysses_degree, ring=config.ring_degree)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
     corpus, report = read_corpus(config.data, config.sequence_length, Encoder(tokenizer, config.data.targets))
     largest = max(int(ids.max()) for ids in (corpus.tokens, corpus.labels) if ids is not None)

@@ -23,6 +23,7 @@ from longspan.integrations.deepspeed.intercept import (
     identity_of,
     interceptions,
 )
+from longspan.integrations.refusals import head_counts
 from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
 from longspan.once import tell
 from longspan.plan.degrees import choose_degrees
@@ -69,17 +70,14 @@ class UlyssesSPAttentionHF:
             What `deepspeed.initialize(mpu=...)` takes; None for size 1.
 
         Raises:
-            ConfigError: a size below 1, a fixed length that is missing, a name that cannot be used, a DeepSpeed whose
-                version is not supported.
+            ConfigError: a size below 1, a fixed length that is missing, a name or DeepSpeed that cannot be used.
             TopologyError: processes or heads that cannot be divided so.
             ModelError: the model uses another attention implementation.
 
         Cost: process groups, at the first call; on GPUs of one node a quarter of a GiB of each.
         """
         length = _length(seq_length, deprecated)
-        if "deepspeed" in sys.modules:  # whose engine will take what this returns
-            check_version()
-        _check_numbers(sequence_parallel_size, micro_batch_size)
+        _check_call(sequence_parallel_size, micro_batch_size)
         if sequence_parallel_size == 1:
             return None
         if not seq_length_is_variable and length is None:
@@ -118,7 +116,9 @@ def _length(seq_length: int | None, deprecated: dict[str, int | None]) -> int | 
     return deprecated.get("max_length") if seq_length is None else seq_length
 
 
-def _check_numbers(sequence_parallel_size: Any, micro_batch_size: Any) -> None:
+def _check_call(sequence_parallel_size: Any, micro_batch_size: Any) -> None:
+    if "deepspeed" in sys.modules:  # whose engine will take what registration returns
+        check_version()
     for name, number in (
         ("sequence_parallel_size", sequence_parallel_size),
         ("micro_batch_size", micro_batch_size),
@@ -180,14 +180,9 @@ def _kernel(name: str) -> str:
 
 def _mesh(config: PreTrainedConfig, ranks: torch.Tensor) -> Mesh:
     """Divide the processes by the heads of a model."""
-    text: Any = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        raise ModelError(f"The config of {text.model_type} names no num_attention_heads to divide.")
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     kind = device_type()
     node = torch.cuda.device_count() if kind == "cuda" else None
-    degrees = choose_degrees(heads, kv_heads, ranks.shape[1], node)
+    degrees = choose_degrees(*head_counts(config), ranks.shape[1], node)
     mesh = build_mesh(ranks, degrees, kind)
     mesh, _ = with_copy_engine(mesh, torch.device(kind))
     return mesh

@@ -16,6 +16,7 @@ from longspan.attention.call import Kind
 from longspan.comm.heads import HeadSplit
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, KernelError, ModelError, TopologyError
+from longspan.integrations.refusals import refuse_settings
 from longspan.integrations.transformers.applied import Applied
 from longspan.integrations.transformers.attention import NAME, register
 from longspan.integrations.transformers.automatic import Automatic
@@ -35,10 +36,6 @@ from longspan.plan.exchange import KV_EXCHANGES, ExchangeRule, KvExchange
 from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
 from longspan.recurrent.select import divided, pick_rule
-from longspan.stream.quantized import mixes_tokens
-
-_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-"""Names under which configs of transformers keep the dropout of attention probabilities."""
 
 
 def prepare(
@@ -81,7 +78,7 @@ def prepare(
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
     settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh), kv_exchange)
-    _check_choices(memory, grad_reduction, kv_exchange)
+    _check_choices(settings, mesh)
     parts = Parts.of(model)
     if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
@@ -157,7 +154,21 @@ def _ways(memory: Literal["auto"] | Memory, parts: Parts) -> Memory:
     return ways
 
 
-def _check_choices(memory: str | Memory, grad_reduction: str, kv_exchange: str) -> None:
+def _check_choices(settings: tuple[Any, ...], mesh: Any) -> None:
+    """Refuse settings of a wrong type, or that there are none of."""
+    size, ulysses, ring, kernel, _, grad_reduction, _, memory, _, kv_exchange = settings
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise ConfigError(f"sequence_parallel_size must be a whole number of ranks, such as 2, got {size!r}.")
+    for name, degree in (("ulysses_degree", ulysses), ("ring_degree", ring)):
+        if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool)):
+            raise ConfigError(f"{name} must be a whole number of ranks, or None to have it chosen, got {degree!r}.")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh must be a torch DeviceMesh with an axis 'sp' or 'cp', or None, got {mesh!r}.")
+    if not isinstance(kernel, str):
+        raise ConfigError(
+            f"kernel must be the name of a kernel, or 'auto' to have it chosen, got {kernel!r}; `longspan doctor` "
+            "lists those that can run here."
+        )
     if memory != "auto" and not isinstance(memory, Memory):
         raise ConfigError(f"memory must be 'auto' or a Memory, got {memory!r}.")
     if grad_reduction not in ("mean", "sum"):
@@ -177,37 +188,24 @@ def _same(earlier: Applied, settings: tuple[object, ...]) -> Applied:
 
 def _check_model(parts: Parts) -> None:
     """Refuse settings of the model under which it would not be exact."""
-    config = parts.model.config.get_text_config()
-    if config is not parts.model.config and parts.sight is None:
-        kinds: Any = type(parts.model.config).sub_configs
-        towers = [name for name in kinds if name != "text_config"]
-        raise ModelError(
-            f"{type(parts.model).__name__} has {' and '.join(towers) or 'further parts'} besides its text model; of "
-            "multimodal models longspan divides Qwen2.5-VL and Qwen3-VL."
-        )
+    refuse_settings(parts.model, parts.layers, parts.layers_name)
     if parts.checkpointing:
         raise ModelError(GRADIENT_CHECKPOINTING)
-    for name, module in parts.model.named_modules():
-        if reason := mixes_tokens(module):
-            raise ModelError(
-                f"{name} ({type(module).__name__}) uses {reason}: a part of a sequence, or a tile of it, would be "
-                "computed in other numbers than the whole. Use scales per row or block, or weights quantised alone."
-            )
-    if shared := getattr(config, "num_kv_shared_layers", None):
-        first = len(parts.layers) - shared
-        raise ModelError(
-            f"{parts.layers_name}.{first} ({type(parts.layers[first]).__name__}) and all layers after it reuse the "
-            f"keys and values of earlier layers (num_kv_shared_layers={shared}); longspan supports layers with "
-            "keys and values of their own."
-        )
-    for name in _ATTENTION_DROPOUTS:
-        if dropout := getattr(config, name, None):
-            raise ModelError(
-                f"The config sets {name}={dropout}, which no kernel here replays; set it to 0.0 (also on the modules "
-                "of a model that exists already)."
-            )
-    if getattr(config, ROUTER_LOGITS, False):
+    if getattr(parts.model.config.get_text_config(), ROUTER_LOGITS, False):
         Routers.of(parts).known()
+
+
+def refuse_unless_exact(model: nn.Module) -> None:
+    """Refuse a model that `prepare` would refuse, whatever the degrees and kernels.
+
+    Raises:
+        ModelError: names the layer, or the setting.
+
+    Cost: five forward passes on 5 tokens.
+    """
+    parts = Parts.of(model)
+    _check_model(parts)
+    _probe(parts)
 
 
 def _probe(parts: Parts) -> Probed:
