@@ -120,7 +120,8 @@ class Pool:
         if pinned and not chunk.is_pinned():
             raise ConfigError(
                 "Host memory was asked to be pinned and is not known to the device, so copies would wait for it: use "
-                "an allocator that registers its memory, or use_pin_memory=False."
+                "an allocator that registers its memory (with DeepSpeed, unset DS_PIN_MEMORY_BACKEND or set it to "
+                "torch), or use_pin_memory=False."
             )
         return chunk
 

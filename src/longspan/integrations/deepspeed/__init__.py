@@ -6,6 +6,7 @@ DeepSpeed is needed by those who train with its engine alone.
 from longspan.integrations.deepspeed import groups
 from longspan.integrations.deepspeed.attention import UlyssesSPAttentionHF
 from longspan.integrations.deepspeed.data import UlyssesSPDataLoaderAdapter
+from longspan.integrations.deepspeed.offloading import get_checkpoint_hidden_states_offloading_ctx_manager
 from longspan.integrations.deepspeed.tiled import (
     AutogradComputeMLP,
     SequenceTiledCompute,
@@ -15,7 +16,6 @@ from longspan.integrations.deepspeed.tiled import (
     UlyssesSPFwdLossBwdWithLogits,
     sequence_tiled_compute,
 )
-from longspan.offload import offload_checkpoints as get_checkpoint_hidden_states_offloading_ctx_manager
 
 __all__ = [
     "AutogradComputeMLP",
