@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longspan.attention.axes import make_mesh
     from longspan.attention.build import attend
     from longspan.attention.schedule import Schedule
     from longspan.integrations.planning import plan
@@ -30,6 +31,7 @@ _HOMES = {
     "Memory": "longspan.plan.keep",
     "Schedule": "longspan.attention.schedule",
     "attend": "longspan.attention.build",
+    "make_mesh": "longspan.attention.axes",
     "offload_checkpoints": "longspan.offload",
     "prepare": "longspan.integrations.transformers.prepare",
     "reduce_loss": "longspan.loss",
@@ -49,6 +51,7 @@ __all__ = [
     "Memory",
     "Schedule",
     "attend",
+    "make_mesh",
     "offload_checkpoints",
     "plan",
     "prepare",

@@ -121,6 +121,12 @@ def build_mesh(ranks: torch.Tensor, degrees: Degrees, device_type: str) -> Mesh:
     )
 
 
+def device_type() -> str:
+    """Return the kind of device whose tensors the processes exchange, or that one process alone would use."""
+    exchanges = not dist.is_available() or not dist.is_initialized() or dist.get_backend() != "gloo"
+    return "cuda" if torch.cuda.is_available() and exchanges else "cpu"
+
+
 def _axis(mesh: DeviceMesh, name: str, waits: Stopwatch) -> Axis:
     sub = mesh[name]
     ranks = tuple(sub.mesh.flatten().tolist())

@@ -15,7 +15,7 @@ from longspan.attention.schedule import Schedule
 from longspan.attention.sinks import absorb_, sinks_gradient
 from longspan.attention.ulysses import Ulysses
 from longspan.comm.heads import HeadSplit
-from longspan.errors import BatchError, TopologyError
+from longspan.errors import BatchError, ConfigError, TopologyError
 from longspan.kernels.protocol import Kernel, Request, Score
 from longspan.kernels.select import pick
 from longspan.layout import Layout, Piece
@@ -64,7 +64,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    mesh: Mesh,
+    mesh: Mesh | None,
     *,
     layout: Layout | None = None,
     schedule: Schedule | None = None,
@@ -78,7 +78,8 @@ def attend(
     Args:
         q: [B, S/sp, H, D]; k: [B, S/sp, K, D]; v: [B, S/sp, K, Dv]: this rank's shard of `layout`.
         mask: who sees whom, its window included; its length is the padded row length S.
-        mesh: the axes, as `prepare` returns them in `handle.mesh`.
+        mesh: the axes, as `longspan.make_mesh` makes them and `prepare` has them in `handle.mesh`; None for one rank,
+            which holds whole rows.
         layout: how rows were divided; None stands for `Layout(mask.length, ring, ulysses)`.
         schedule: `Schedule.of(mask, layout, mesh.ring.rank)`, made once for all layers of a micro-batch and in place of
             `layout`; None makes one for this call, for a ring.
@@ -92,10 +93,12 @@ def attend(
         [B, S/sp, H, Dv], differentiable once.
 
     Raises:
+        ConfigError: a mesh of torch's.
         KernelError: no kernel, or not the named one, can do this on this device.
         BatchError: operands, mask and layout do not fit together.
         TopologyError: the layout is for another mesh, or a rank would be left without a query head.
     """
+    mesh = Mesh(device_type=q.device.type) if mesh is None else _checked_mesh(mesh)
     if layout is None:
         layout = schedule.layout if schedule else Layout(mask.length, mesh.ring.size, mesh.ulysses.size)
     _check_operands(q, k, v, mask, layout, mesh)
@@ -117,6 +120,15 @@ def attend(
     request = Request(q.device, q.dtype, q.shape[-1], v.shape[-1], bottom_right=gathers, **demands)
     score = Score(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
     return Attend(mesh, pick(kernel, request))(q, k, v, schedule, score, sinks)
+
+
+def _checked_mesh(mesh: Any) -> Mesh:
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(
+            f"attend takes a mesh of longspan's, got {type(mesh).__name__}: make it once, before training, with "
+            "longspan.make_mesh(sequence_parallel_size, heads=..., kv_heads=..., mesh=a DeviceMesh or None)."
+        )
+    return mesh
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, layout: Layout, mesh: Mesh) -> None:

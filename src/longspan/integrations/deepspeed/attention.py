@@ -19,12 +19,11 @@ from longspan.integrations.deepspeed.contexts import Contexts
 from longspan.integrations.deepspeed.intercept import (
     Interception,
     Registration,
-    device_type,
     identity_of,
     interceptions,
 )
 from longspan.integrations.refusals import head_counts
-from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
+from longspan.mesh import Mesh, build_mesh, data_parallel_ranks, device_type
 from longspan.once import tell
 from longspan.plan.degrees import choose_degrees
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -201,9 +200,3 @@ def _check_config(config: Any, layer: str) -> None:
                 f"The model of {layer} has rotary embeddings of type '{rope['rope_type']}', which every rank would "
                 "choose by its own part of a row; use longspan.prepare, which shows each the whole row's length."
             )
-
-
-def device_type() -> str:
-    """Return the kind of device whose tensors the processes exchange."""
-    gpu = torch.cuda.is_available() and torch.distributed.get_backend() != "gloo"
-    return "cuda" if gpu else "cpu"
