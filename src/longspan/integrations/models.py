@@ -127,9 +127,21 @@ def _read_config(name: str) -> PretrainedConfig:
     if looks_like_path and len(path.parts) > 1 and not path.is_dir():
         raise ConfigError(f"model.name: there is no folder {name!r} (and it is no preset).")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
+        if "custom code" in str(error):
+            raise ConfigError(
+                f"model.name: cannot load {name!r}: it needs code that comes with it, which longspan never runs "
+                "(trust_remote_code). Take a model of a family that transformers has itself."
+            ) from None
         raise ConfigError(f"model.name: cannot load {name!r}: {_first_line(error)}") from None
+    for part in (config, config.get_text_config()):
+        if "/" in str(part._attn_implementation):
+            raise ConfigError(
+                f"model.name: the config of {name!r} asks for {part._attn_implementation}, an attention kernel of the "
+                "Hub, which is code that comes with a model: take attn_implementation out of its config.json."
+            )
+    return config
 
 
 def _checked(build: Callable[[], PretrainedConfig], fields: dict[str, Any], name: str) -> PretrainedConfig:
