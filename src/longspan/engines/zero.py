@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import pickle
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -187,10 +189,13 @@ class Zero:
         """Read what `save` wrote, on as many processes and at the same stage, and return its `state`. Collective.
 
         Raises:
-            TrainingError: there is none, or it is another stage's or world size's.
+            TrainingError: there is none, it is another stage's or world size's, or holds what would run code.
         """
         try:
-            path, state = self.engine.load_checkpoint(str(folder), tag=_TAG)
+            with reading_records(self.engine):
+                path, state = self.engine.load_checkpoint(str(folder), tag=_TAG)
+        except TrainingError:
+            raise
         except Exception as error:
             raise TrainingError(f"DeepSpeed cannot read {folder} at stage {self.stage}: {error}") from error
         if path is None:
@@ -241,6 +246,42 @@ _TAG = "step"
 
 _BUCKET = 50_000_000
 """Elements; DeepSpeed's own choice of ten times as many takes gibibytes that long sequences need."""
+
+
+_RECORDS = {
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
+}
+"""What DeepSpeed 0.19's files hold besides tensors and plain values."""
+
+
+@contextmanager
+def reading_records(engine: Any) -> Iterator[None]:
+    """Let a DeepSpeed engine read its files, which are pickles, without running what they may contain.
+
+    Raises:
+        TrainingError: a file holds something else than tensors, plain values and DeepSpeed's own records.
+    """
+
+    def load(path: str, map_location: Any = None) -> Any:
+        records = [getattr(importlib.import_module(module), name) for module, name in _RECORDS.items()]
+        try:
+            with torch.serialization.safe_globals(records):
+                return torch.load(path, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            what = found[1] if found else "something"
+            raise TrainingError(
+                f"{path} holds {what}, which no checkpoint of ours does: it is not loaded. Remove the checkpoint to go "
+                "on from the one before."
+            ) from None
+
+    engine.checkpoint_engine.load = load  # in place of the method, until this ends
+    try:
+        yield
+    finally:
+        del engine.checkpoint_engine.load
 
 
 def check_version() -> None:
