@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.engines.mpu import MPU
+from longspan.engines.origin import Origin
 from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
 from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.plan.setup import Optimizer
@@ -66,7 +67,7 @@ class Zero:
         self._undo = ExitStack()
         self.engine: Any = None  # DeepSpeed's, once there is an optimizer
 
-    def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
+    def wrap(self, model: nn.Module, prepared: Prepared, origin: Origin | None = None) -> nn.Module:
         """Return the module to call once `adopt` has been given its optimizer, until when its parameters are whole.
 
         Raises:
@@ -82,6 +83,8 @@ class Zero:
                 f"DeepSpeed runs on {device_type} here, the model is on {prepared.mesh.device_type}: move the model, "
                 f"or set DS_ACCELERATOR={prepared.mesh.device_type} before DeepSpeed is imported."
             )
+        if origin is not None:
+            origin.bring(model)
         self._model, self._mpu = model, MPU(prepared.mesh)
         self._in_bf16 = torch.bfloat16 in (_same_dtype(model), self._compute)
         prepared.held_by(self.name, Optimizer.under_zero(self.stage, 2 if self._in_bf16 else 4))

@@ -53,6 +53,7 @@ def prepare(
     grad_reduction: Literal["mean", "sum"] = "mean",
     sequence_parallel_in_eval: bool = True,
     kv_exchange: KvExchange = "auto",
+    device: torch.device | str | None = None,
 ) -> Applied:
     """Make a transformers causal language model compute on sequences divided over ranks, exactly.
 
@@ -60,7 +61,7 @@ def prepare(
     it; calling it again with the same settings returns the handle.
 
     Args:
-        model: the model, on its device, with weights.
+        model: the model, on its device, with weights; or without, see `device`.
         sequence_parallel_size: ranks that share a sequence; the other ranks are data parallel.
         ulysses_degree, ring_degree: how these divide into head and ring parallelism; None to choose.
         mesh: a mesh of the host with an axis named `sp` or `cp`; None for all processes.
@@ -70,6 +71,7 @@ def prepare(
         grad_reduction: whether the engine averages gradients over the ranks or adds them up.
         sequence_parallel_in_eval: False makes `model.eval()` run the plain model on full batches.
         kv_exchange: how keys come to other ring ranks: `ring`, `gather`, or `auto`, by batch; `handle.plan` says why.
+        device: where the weights of a model on the meta device will be; `longspan.engines.Origin` brings them later.
 
     Raises:
         ModelError: the model, or a layer of it, is not understood well enough to be exact; names it.
@@ -81,7 +83,7 @@ def prepare(
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
     settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh), kv_exchange)
     _check_choices(memory, grad_reduction, kv_exchange)
-    parts = Parts.of(model)
+    parts = Parts.of(model, None if device is None else torch.empty(0, device=device).device)
     if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
     _check_model(parts)
