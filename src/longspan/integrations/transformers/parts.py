@@ -50,8 +50,8 @@ class Parts:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """Decoder layers, after those of a vision tower."""
-        return [*(() if self.sight is None else cast(Any, self.sight.tower).blocks), *self.layers]
+        """What runs one after the other, see `blocks_of`."""
+        return blocks_of(self.model)
 
     @property
     def checkpointing(self) -> bool:
@@ -77,16 +77,35 @@ class Parts:
                 "such as those of AutoModelForCausalLM."
             )
         trunk, prefix = text_trunk(found)
-        count = getattr(found.config.get_text_config(), "num_hidden_layers", None)
-        lists = [(n, m) for n, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-        if not lists:
-            raise ModelError(f"{type(found).__name__} has no list of {count} decoder layers that longspan can find.")
-        name, layers = lists[0]
+        name, layers = _layers(found)
         rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
         weight: Any = embedding.weight
-        place = weight.device if device is None else device
+        place = device if weight.is_meta and device is not None else weight.device
+        if device is not None and place != device:
+            raise ModelError(
+                f"The model has weights on {place}; device={device} is for one on the meta device. Leave it out."
+            )
         norm = final_norm(trunk.get_submodule(name.rpartition(".")[0]), weight, place)
         return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm, sight_of(found), device)
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers, after those of a vision tower.
+
+    Raises:
+        ModelError: they cannot be found.
+    """
+    sight = sight_of(model)
+    return [*(() if sight is None else cast(Any, sight.tower).blocks), *_layers(model)[1]]
+
+
+def _layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the list of decoder layers, and its name in the trunk."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for name, module in text_trunk(model)[0].named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers that longspan can find.")
 
 
 def unwrap(model: nn.Module, device: torch.device | None) -> PreTrainedModel:
