@@ -124,14 +124,14 @@ def lively(name: str, noise: Tensor, constant: Tensor | float) -> Tensor:
     """Return random values for a parameter, see `random_model`.
 
     Args:
-        noise: of its shape, from a normal distribution.
+        noise: of its shape, from a normal distribution; it becomes these values.
         constant: what vectors are moved off.
     """
     if name.endswith(_LOG_DECAY):
-        return noise * 0.5 - 2
+        return noise.mul_(0.5).sub_(2)
     if noise.ndim >= 2:
-        return noise * noise.shape[-1] ** -0.5
-    return constant + noise * 0.1
+        return noise.mul_(noise.shape[-1] ** -0.5)
+    return noise.mul_(0.1).add_(constant)
 
 
 def untrained_model(config: PretrainedConfig, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

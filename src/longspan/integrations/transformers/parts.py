@@ -81,9 +81,10 @@ class Parts:
         rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
         weight: Any = embedding.weight
         place = device if weight.is_meta and device is not None else weight.device
-        if device is not None and place != device:
+        if device is not None and (place != device or device.type == "meta"):
             raise ModelError(
-                f"The model has weights on {place}; device={device} is for one on the meta device. Leave it out."
+                f"device={device} is to name where the weights of a model on the meta device will be; this one is on "
+                f"{place}. Leave it out for a model that has weights."
             )
         norm = final_norm(trunk.get_submodule(name.rpartition(".")[0]), weight, place)
         return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm, sight_of(found), device)
