@@ -147,7 +147,7 @@ def test_no_process_but_the_first_holds_a_whole_model(run_ranks: RunRanks) -> No
     assert peak < weights / 2 + layer + slack < 0.7 * weights, second
     assert held < weights / 2 + slack, second
     weights, layer, peak, held = first  # which tries layers out beside the whole model
-    assert peak < weights + layer + OUTSIDE + slack and held < weights / 2 + slack, first
+    assert peak < weights + layer + 2 * OUTSIDE and held < weights / 2 + slack, first
 
 
 def unlike(what: str) -> str:
