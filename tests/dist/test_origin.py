@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from longspan.bench.tracked import TrackedBytes
 from longspan.config import RunConfig
 from longspan.engines import Origin
 from longspan.errors import ConfigError, ModelError
+from longspan.evaluate.run import _model
+from longspan.evaluate.source import Source
 from longspan.integrations.adapters import add_adapter
 from longspan.integrations.models import build_model
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
+from longspan.integrations.saved import writer
+from longspan.integrations.tokenizer import load_tokenizer
 from longspan.train import room, trainee
 from longspan.train.trainee import Trainee, assemble
 from pool import RunRanks
@@ -119,6 +125,61 @@ def test_a_run_is_the_same_to_the_bit(run_ranks: RunRanks, tmp_path: Path, kind:
     random_model(preset_config("tiny-llama"), torch.float32, CPU).save_pretrained(tmp_path)
     for unlike, buffers in run_ranks(2, differences, kind, str(tmp_path)):
         assert unlike == [] and buffers > 0
+
+
+def recipe() -> Callable[..., Any]:
+    """Return what the page on engines shows for a loop of one's own."""
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "origin.bring" in block)
+    names: dict[str, Any] = {}
+    exec(compile(code, "engines.md", "exec"), names)
+    return names["build"]
+
+
+def own_loop(folder: str) -> tuple[list[str], float]:
+    model, handle = recipe()(folder, CPU, 2)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.arange(3, 30)[None]
+    loss = model(**handle.shard({"input_ids": ids, "labels": ids})).loss
+    loss.backward()
+    wanted = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    found = {n: p.full_tensor() for n, p in model.named_parameters()} | dict(model.named_buffers())
+    assert found.keys() == wanted.keys() and all(isinstance(p, DTensor) for p in model.parameters())
+    return [n for n in found if not same(found[n].detach(), wanted[n].detach())], float(loss.detach())
+
+
+def test_a_loop_of_ones_own(run_ranks: RunRanks, tmp_path: Path) -> None:
+    random_model(preset_config("tiny-llama"), torch.float32, CPU).save_pretrained(tmp_path)
+    answers = run_ranks(2, own_loop, str(tmp_path))
+    assert [unlike for unlike, _ in answers] == [[], []]
+    assert answers[0][1] == answers[1][1] > 1
+
+
+def evaluated(name: str) -> list[str]:
+    """Return what differs between a model to evaluate that comes from an origin, and the whole one."""
+    source = Source.of(name)
+    model, origin = _model(source, "float32", CPU)
+    assert origin is not None and not model.training
+    origin.bring(model)
+    wanted, found = source.model("float32").state_dict(), model.state_dict()
+    assert found.keys() == wanted.keys()
+    return [n for n in found if not same(found[n], wanted[n])]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_to_evaluate(run_ranks: RunRanks, tmp_path: Path, adapted: bool) -> None:
+    """Also one that adapters are folded into, which parts its head from its embedding."""
+    name = "tiny-qwen3"
+    if adapted:
+        pytest.importorskip("peft")
+        name = str(tmp_path)
+        adapter = {"kind": "lora", "rank": 3, "target_modules": ["q_proj", "lm_head"]}
+        config = config_of("out", model={"name": "tiny-qwen3", "init": "random"}, adapter=adapter)
+        model: Any = add_adapter(build(config)(False), config.adapter, config.seed)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1) if parameter.requires_grad else None
+        writer(model, load_tokenizer("bytes"), config)(tmp_path, model.state_dict())
+    assert run_ranks(2, evaluated, name) == [[], []]
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 257}
