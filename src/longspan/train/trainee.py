@@ -93,7 +93,7 @@ def assemble(config: RunConfig, build: Build, device: torch.device) -> Trainee:
 
 def _build(
     config: RunConfig, build: Build, device: torch.device, engine: str, compute_dtype: torch.dtype | None
-) -> tuple[nn.Module, Origin | None]:
+) -> tuple[Any, Origin | None]:
     """Return the model with its adapters: on its device, or without weights and where they come from."""
     kind, processes = config.model.quantization, dist.get_world_size() if dist.is_initialized() else 1
     model: Any = None if processes == 1 or kind != "none" else build(True)
