@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from launched import launched
 from longspan.bench.tracked import TrackedBytes
 from longspan.config import RunConfig
-from longspan.engines import Origin
+from longspan.engines import Origin, Zero
 from longspan.errors import ConfigError, ModelError
 from longspan.evaluate.run import _model
 from longspan.evaluate.source import Source
@@ -50,6 +52,12 @@ KINDS: dict[str, dict[str, Any]] = {
         "adapter": {"kind": "lora", "rank": 3, "dropout": 0.3, "modules_to_save": ["norm"]},
     },
     "ddp": {"model": {"name": "tiny-llama", "init": "random"}, "engine": "ddp"},
+    "zero-3": {"model": {"name": "tiny-qwen3", "init": "random"}, "engine": "zero-3"},
+    "zero-3, mixed": {
+        "model": {"name": "tiny-llama", "init": "random"},
+        "engine": "zero-3",
+        "compute_dtype": "bfloat16",
+    },
     "folder": {"model": {"name": "FOLDER"}},
     "folder, converted": {"model": {"name": "FOLDER", "dtype": "bfloat16"}, "sequence_parallel_size": 1},
 }
@@ -91,6 +99,16 @@ def numbers(made: Trainee) -> dict[str, Tensor]:
     return found
 
 
+def begun(config: RunConfig) -> dict[str, Tensor]:
+    torch.manual_seed(5)  # where a run that draws no weights goes on
+    with around(config.engine), closing(assemble(config, build(config), CPU)) as made:
+        return numbers(made)
+
+
+def around(engine: str) -> AbstractContextManager[None]:
+    return launched() if engine.startswith("zero") else nullcontext()
+
+
 def is_frozen(name: str, model: Any) -> bool:
     return hasattr(model, "peft_config") and "lora_" not in name and "modules_to_save" not in name
 
@@ -101,13 +119,11 @@ def differences(kind: str, folder: str) -> tuple[list[str], int]:
     if changes["model"]["name"] == "FOLDER":
         changes["model"]["name"] = folder
     config = config_of("out", **changes)
-    torch.manual_seed(5)  # where a run that draws no weights would go on
     with patch.object(Origin, "bring", autospec=True, side_effect=Origin.bring) as brought:
-        found = numbers(assemble(config, build(config), CPU))
+        found = begun(config)
     assert brought.called
-    torch.manual_seed(5)
     with patch.object(trainee, "_build", whole):
-        wanted = numbers(assemble(config, build(config), CPU))
+        wanted = begun(config)
     assert found.keys() == wanted.keys()
     assert any(name.startswith("gradient") and bool(value.any()) for name, value in wanted.items())
     return [n for n in found if not same(found[n], wanted[n])], sum(name.startswith("buffer") for name in found)
@@ -120,8 +136,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_same_to_the_bit(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     """Every parameter, shard, tie, buffer, random number, the loss and each gradient of a step."""
-    if kind == "lora":
-        pytest.importorskip("peft")
+    for needed, where in (("peft", "lora"), ("deepspeed", "zero")):
+        if where in kind:
+            pytest.importorskip(needed)
     random_model(preset_config("tiny-llama"), torch.float32, CPU).save_pretrained(tmp_path)
     for unlike, buffers in run_ranks(2, differences, kind, str(tmp_path)):
         assert unlike == [] and buffers > 0
@@ -185,24 +202,29 @@ def test_a_model_to_evaluate(run_ranks: RunRanks, tmp_path: Path, adapted: bool)
 SIZES = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 257}
 
 
-def peaks() -> tuple[int, int, int, int]:
+def peaks(engine: str) -> tuple[int, int, int, int]:
     """Return the bytes of a whole model and of a layer, and what building it has taken here at most and at last."""
-    config = config_of("out", model={"name": "tiny-llama", "init": "random", "overrides": SIZES})
+    config = config_of("out", engine=engine, model={"name": "tiny-llama", "init": "random", "overrides": SIZES})
     blank = build_model(config.model, 0, blank=True)
     sizes = [sum(p.numel() * 4 for p in m.parameters()) for m in (blank, blank.model.layers[0])]
-    assemble(config, build(config), CPU)  # imports what keeps tensors
-    tracked = TrackedBytes()
-    others = tracked.held
-    with tracked:
-        made = assemble(config, build(config), CPU)
-    gc.collect()
-    held, peak = tracked.held - others, tracked.peak - others
-    del made
+    with around(engine):
+        assemble(config, build(config), CPU).close()  # imports what keeps tensors
+    with around(engine), patch.object(Zero, "adopt"):  # which makes the optimizer's states
+        tracked = TrackedBytes()
+        others = tracked.held
+        with tracked:
+            made = assemble(config, build(config), CPU)
+        gc.collect()
+        held, peak = tracked.held - others, tracked.peak - others
+        del made
     return sizes[0], sizes[1], peak, held
 
 
-def test_no_process_but_the_first_holds_a_whole_model(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, peaks)
+@pytest.mark.parametrize("engine", ["fsdp2", "zero-3"])
+def test_no_process_but_the_first_holds_a_whole_model(run_ranks: RunRanks, engine: str) -> None:
+    if engine != "fsdp2":
+        pytest.importorskip("deepspeed")
+    first, second = run_ranks(2, peaks, engine)
     weights, layer, peak, held = second
     slack = 16 * 1024  # a few tokens, tables, the shard that a parameter is copied into
     assert peak < weights / 2 + layer + slack < 0.7 * weights, second

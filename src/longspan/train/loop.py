@@ -31,8 +31,8 @@ from longspan.train.watchdog import Watchdog, wait_longer
 
 _BUILDING = (
     "The first process builds the whole model on its host, all others too where weights are packed; to a GPU they come "
-    "whole before any sharding, but for engine fsdp2, which takes a layer at a time: free memory, or take a smaller "
-    "model or model.dtype."
+    "whole before any sharding, but for engines fsdp2 and zero-3, which take a layer at a time: free memory, or take a "
+    "smaller model or model.dtype."
 )
 
 

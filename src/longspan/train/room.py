@@ -32,8 +32,8 @@ def check_memory(model: Any, device: torch.device, quantization: str = "none") -
     if needed > free_bytes:
         raise ConfigError(
             f"The model's weights need {needed:,} bytes, but {device} has {free_bytes:,} bytes free, and come there "
-            "whole, before any sharding. Free the GPU, start more processes with engine: fsdp2, to which unpacked "
-            f"weights come in parts, {_SMALLER}"
+            "whole, before any sharding. Free the GPU, start more processes with engine: fsdp2 or zero-3, to which "
+            f"unpacked weights come in parts, {_SMALLER}"
         )
 
 

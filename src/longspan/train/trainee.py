@@ -102,7 +102,7 @@ def _build(
         check_memory(model, device, kind)
         quantize_layers(model, kind, device)
         return add_adapter(model, config.adapter, config.seed).to(device).train(), None
-    if engine == "fsdp2":
+    if engine in ("fsdp2", "zero-3"):
         check_share(model, device, processes, compute_dtype)
     else:
         check_memory(model, device)
