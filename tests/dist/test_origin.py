@@ -73,7 +73,7 @@ def whole(config: RunConfig, build: Callable[[bool], Any], *rest: Any) -> tuple[
 
 
 def numbers(made: Trainee) -> dict[str, Tensor]:
-    """Return all that a run begins with, and the loss and gradients of a step."""
+    """Return all that a run begins with, the loss and gradients of a step, and the weights after it."""
     model, engine = made.model, made.engine
     found: dict[str, Tensor] = {"random numbers": torch.get_rng_state()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -86,6 +86,7 @@ def numbers(made: Trainee) -> dict[str, Tensor]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found[f"buffer {name}"] = buffer.clone()
     ids = torch.randint(3, 200, (1, 40), generator=torch.Generator().manual_seed(4))
+    made.stepping.begin(0.01)
     with engine.accumulating(last=True):
         loss = made.module(**made.handle.shard({"input_ids": ids, "labels": ids})).loss
         engine.backward(loss)
@@ -95,6 +96,10 @@ def numbers(made: Trainee) -> dict[str, Tensor]:
         gradient = engine.gradient(parameter)
         if gradient is not None:
             found[f"gradient {name}"] = gradient
+    found["norm"] = made.stepping.norm()
+    made.stepping.finish()
+    for name, parameter in model.named_parameters():
+        found[f"stepped {name}"] = engine.whole(parameter).clone()
     found["modes"] = torch.tensor([module.training for module in model.modules()])
     return found
 
@@ -135,7 +140,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_same_to_the_bit(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
-    """Every parameter, shard, tie, buffer, random number, the loss and each gradient of a step."""
+    """Every parameter, shard, tie, buffer, random number, and the loss, gradients and weights of a step."""
     for needed, where in (("peft", "lora"), ("deepspeed", "zero")):
         if where in kind:
             pytest.importorskip(needed)
