@@ -88,8 +88,7 @@ def prepare(
     if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
     _check_model(parts)
-    ways = _ways(memory, parts)
-    ranks = data_parallel_ranks(sequence_parallel_size, mesh)
+    ways, ranks = _ways(memory, parts), data_parallel_ranks(sequence_parallel_size, mesh)
     settled = settle_together(lambda: _settle(parts, degrees, kernel, kv_exchange), ranks.numel())
     axes, exchange = with_copy_engine(build_mesh(ranks, settled.degrees, parts.device.type), parts.device)
     plan = _with_notes(settled.plan, *norm_note(parts.norm, ways), exchange)
