@@ -238,6 +238,10 @@ def test_no_process_but_the_first_holds_a_whole_model(run_ranks: RunRanks, engin
     assert peak < weights + layer + 2 * OUTSIDE and held < weights / 2 + slack, first
 
 
+class Packed(Tensor):
+    """Stands for a weight that is more than its numbers."""
+
+
 def unlike(what: str) -> str:
     """Build models that differ between processes; return what is said."""
     second = dist.get_rank() == 1
@@ -250,6 +254,8 @@ def unlike(what: str) -> str:
     model = build_model(config.model, 0, blank=second)
     if what == "buffers" and second:
         model.model.register_buffer("more", torch.zeros(2))
+    if what == "packed" and second:
+        model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().as_subclass(Packed))
     with pytest.raises(ModelError) as raised:
         Origin(model, CPU)
     return str(raised.value)
@@ -261,11 +267,31 @@ def unlike(what: str) -> str:
         ("layers", "model.layers.1.input_layernorm.weight is in one of the models only"),
         ("width", r"model.layers.0.mlp.gate_proj.weight is [173, 64] here and [172, 64] on the first"),
         ("buffers", "model.more is in one of the models only"),
+        ("packed", "model.norm.weight is packed (Packed)"),
     ],
 )
 def test_other_models_than_the_first_ones_are_refused_on_all(run_ranks: RunRanks, what: str, said: str) -> None:
     for told in run_ranks(2, unlike, what):
         assert f"Process 1 cannot take the first one's weights: {said}" in told
+
+
+def packed() -> tuple[list[bool], bool, bool]:
+    """Build a model whose checkpoint is packed."""
+    asked: list[bool] = []
+
+    def build_packed(blank: bool) -> Any:
+        asked.append(blank)
+        model = build(config)(blank)
+        model.config.quantization_config = {"quant_method": "another's"}
+        return model
+
+    config = config_of("out")
+    model, origin = trainee._build(config, build_packed, CPU, "fsdp2", None)
+    return asked, origin is None, any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_packed_checkpoint_is_read_by_every_process(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, packed) == [([True, False], True, False)] * 2
 
 
 def share() -> list[str]:

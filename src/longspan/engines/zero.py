@@ -90,10 +90,11 @@ class Zero:
         prepared.held_by(self.name, Optimizer.under_zero(self.stage, 2 if self._in_bf16 else 4))
         if self.stage == 3:
             self._undo = let_stage3_gather(model, prepared.layers)
-        for unit in () if origin is None else (*prepared.blocks, model):
-            origin.bring(unit)
-            if self.stage == 3:
-                self._divide(unit)
+        if origin is not None:
+            for unit in (*prepared.blocks, model):
+                origin.bring(unit)
+                if self.stage == 3:
+                    self._divide(unit)
         self.module = Held(model)
         return self.module
 
