@@ -177,6 +177,25 @@ def test_a_loop_of_ones_own(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert answers[0][1] == answers[1][1] > 1
 
 
+def converted() -> list[str]:
+    """Convert a model, and freeze a part of it, before its weights come; return what differs from doing it after."""
+    config = config_of("out", model={"name": "tiny-qwen3", "init": "random"})
+    model, plain = build_model(config.model, 0, blank=dist.get_rank() == 1), build_model(config.model, 0)
+    origin = Origin(model, CPU)
+    for made in (model, plain):
+        made.bfloat16().get_input_embeddings().requires_grad_(False)
+    origin.bring(model)
+    wanted = dict(plain.named_parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    return [
+        n for n, p in model.named_parameters() if not same(p, wanted[n]) or p.requires_grad != wanted[n].requires_grad
+    ]
+
+
+def test_what_is_done_to_a_model_before_its_weights_come(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, converted) == [[], []]
+
+
 def evaluated(name: str) -> list[str]:
     """Return what differs between a model to evaluate that comes from an origin, and the whole one."""
     source = Source.of(name)

@@ -39,6 +39,7 @@ class Origin:
         tensors, (names, kinds, others) = dict(_others(model)), from_first(_table(model))
         _agree(_difference(values, {name: kinds[index][0] for name, index in names.items()}, tensors, others))
         blanks = [nn.Parameter(torch.empty(s, dtype=t, device="meta"), requires_grad=r) for s, t, r in kinds]
+        self._blanks = blanks  # alive, so that no other parameter gets the id of one
         self._places: dict[int, list[_Place]] = {id(blank): [] for blank in blanks}
         self._values: dict[int, Tensor] = {}
         for name, index in names.items():
@@ -53,7 +54,7 @@ class Origin:
     def bring(self, module: nn.Module) -> None:
         """Give a part of the model its weights, on all processes. Collective.
 
-        What has come already stays as it is.
+        What has come already stays as it is. Weights come in the type that the model has by now, and frozen if it is.
 
         Cost: a broadcast of each parameter. Besides the part itself, no process holds more than one parameter more.
         """
@@ -62,8 +63,10 @@ class Origin:
             if places is None:
                 continue
             value = self._values.pop(id(blank), None)
-            whole = torch.empty_like(blank, device=self._device) if value is None else value.to(self._device)
-            whole = whole.detach().contiguous()
+            if value is None:
+                whole = torch.empty(blank.shape, dtype=blank.dtype, device=self._device)
+            else:
+                whole = value.to(self._device, blank.dtype).contiguous()
             if dist.is_initialized() and whole.numel():
                 dist.broadcast(whole.view(-1).view(torch.uint8), 0)  # no backend knows every dtype, all know bytes
             parameter = nn.Parameter(whole, requires_grad=blank.requires_grad)
