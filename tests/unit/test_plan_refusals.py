@@ -91,6 +91,7 @@ def test_random_numbers_are_as_they_were() -> None:
         ({"world_size": True}, "world_size is a number of GPUs, such as 8, got True"),
         ({"gpu_memory_gib": "80GiB"}, "gpu_memory_gib is a number of GiB, such as 80, got '80GiB'"),
         ({"host_memory_gib": float("nan")}, "host_memory_gib is a number of GiB, such as 80, got nan"),
+        ({"sequence_parallel_size": 2.0}, "sequence_parallel_size is a number of GPUs, such as 8, got 2.0"),
         ({"gpu": 3}, "gpu is a name, got 3"),
     ],
 )

@@ -78,8 +78,7 @@ def attend(
     Args:
         q: [B, S/sp, H, D]; k: [B, S/sp, K, D]; v: [B, S/sp, K, Dv]: this rank's shard of `layout`.
         mask: who sees whom, its window included; its length is the padded row length S.
-        mesh: the axes, as `longspan.make_mesh` makes them and `prepare` has them in `handle.mesh`; None for one rank,
-            which holds whole rows.
+        mesh: the axes, from `longspan.make_mesh` or `handle.mesh`; None for one rank, which holds whole rows.
         layout: how rows were divided; None stands for `Layout(mask.length, ring, ulysses)`.
         schedule: `Schedule.of(mask, layout, mesh.ring.rank)`, made once for all layers of a micro-batch and in place of
             `layout`; None makes one for this call, for a ring.

@@ -13,6 +13,7 @@ from longspan.bench.memory import format_memory, in_small
 from longspan.bench.settings import Work
 from longspan.check.run import run_check
 from longspan.check.settings import Settings
+from longspan.integrations.refusals import head_counts
 from longspan.plan.degrees import choose_degrees
 from longspan.plan.keep import Memory
 
@@ -46,9 +47,7 @@ def small(config: Any, work: Work, memory: Memory, tokens: int, device: torch.de
     each = tile if one_tile else _TILES * tile + _ODD_TOKENS
     text = config.get_text_config()
     chosen, layers = in_small(memory, tile, 4 * each * text.hidden_size)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    degrees = choose_degrees(heads, kv_heads, work.sp, ulysses=work.ulysses, ring=work.ring)
+    degrees = choose_degrees(*head_counts(config), work.sp, ulysses=work.ulysses, ring=work.ring)
     settings = Settings(
         work.model,
         work.sp,
