@@ -1,0 +1,154 @@
+"""The environment of each launcher, as it sets it, becomes what torchrun would have set."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from longspan.cli import launchers, main
+from longspan.cli.launchers import first_node, launched, of_slurm, tasks_per_node, without_local_rank
+from longspan.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "6",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SLURM = {  # task 5 of `srun --nodes 3 --ntasks-per-node 2`, Slurm 22.05
+    "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "SLURM_STEP_NODELIST": "127.0.0.[1-2,7]",
+    "SLURM_PROCID": "5",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "1",
+}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Take all launchers' variables away, and later what a test has set."""
+    for name in list(os.environ):
+        if name in TORCHRUN or name.startswith("SLURM_") or name == "LOCAL_SIZE":
+            monkeypatch.delenv(name)
+    for name in TORCHRUN:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def set_all(started: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+    for name, value in values.items():
+        started.setenv(name, value)
+
+
+def environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in TORCHRUN if name in os.environ}
+
+
+def test_torchrun_says_it_all(started: pytest.MonkeyPatch) -> None:
+    assert not launched()
+    set_all(started, TORCHRUN | SLURM | {"SLURM_PROCID": "0"})  # torchrun under srun: its own word counts
+    assert launched() and environment() == TORCHRUN
+
+
+def test_deepspeed_calls_one_of_it_otherwise(started: pytest.MonkeyPatch) -> None:
+    set_all(started, {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"})
+    with pytest.raises(ConfigError, match=r"RANK is set.* but LOCAL_WORLD_SIZE is not.*unset RANK"):
+        launched()
+    started.setenv("LOCAL_SIZE", "2")
+    assert launched() and environment() == TORCHRUN
+
+
+def test_tasks_of_slurm(started: pytest.MonkeyPatch) -> None:
+    set_all(started, SLURM)
+    expected = TORCHRUN | {"MASTER_PORT": str(20000 + (12345 + 2 * 1009) % 10000)}
+    assert launched() and environment() == expected
+    assert launched() and environment() == expected, "asked twice it is as it was"
+    assert of_slurm(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1"}) == TORCHRUN | {
+        "MASTER_ADDR": "head",
+        "MASTER_PORT": "1",
+    }
+    assert of_slurm(SLURM)["MASTER_PORT"] != of_slurm(SLURM | {"SLURM_STEP_ID": "3"})["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # a batch script
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"},
+    ],
+)
+def test_a_single_task_starts_processes_of_its_own(started: pytest.MonkeyPatch, values: dict[str, str]) -> None:
+    set_all(started, values)
+    assert not launched() and not environment()
+
+
+@pytest.mark.parametrize("name", sorted(set(SLURM) - {"SLURM_STEP_NUM_TASKS"}))
+def test_what_slurm_did_not_say_is_named(started: pytest.MonkeyPatch, name: str) -> None:
+    set_all(started, {other: value for other, value in SLURM.items() if other != name})
+    with pytest.raises(ConfigError, match=f"one of 6 tasks, but {name} is not set"):
+        launched()
+    assert not environment()
+
+
+def test_tasks_that_go_round_the_nodes_are_refused() -> None:
+    """`--distribution=cyclic`: tasks 2 and 5 are on the last node."""
+    with pytest.raises(ConfigError, match=r"Task 2 is number 0 on node 2 .*\[2, 2, 2\].*--distribution=block"):
+        of_slurm(SLURM | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"})
+
+
+def test_a_first_node_that_cannot_be_looked_up_is_refused(started: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    set_all(started, SLURM)
+    started.setattr(launchers.socket, "getaddrinfo", unknown)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1, which .* cannot look up .*set MASTER_ADDR"):
+        launched()
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("node1", "node1"),
+        ("node[1-3]", "node1"),
+        ("gpu[003-005,7],login", "gpu003"),
+        ("a-2,b[1-2]", "a-2"),
+        ("rack[2-3]n[04,09].site,x", "rack2n04.site"),
+    ],
+)
+def test_first_node(text: str, first: str) -> None:
+    assert first_node(text) == first
+
+
+def test_a_list_without_a_node_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no node"):
+        first_node("")
+
+
+def test_tasks_per_node() -> None:
+    assert tasks_per_node("8") == [8]
+    assert tasks_per_node("8(x3),4") == [8, 8, 8, 4]
+    assert tasks_per_node("1,10(x2)") == [1, 10, 10]
+
+
+def test_deepspeeds_argument_is_left_out_where_it_says_nothing_new(
+    started: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert without_local_rank([]) == []
+    assert without_local_rank(["--local_rank=1", "train"]) == ["--local_rank=1", "train"]
+    started.setenv("LOCAL_RANK", "1")
+    assert without_local_rank(["--local_rank=1", "train", "--x"]) == ["train", "--x"]
+    assert without_local_rank(["--local-rank=1", "train"]) == ["train"]
+    assert without_local_rank(["--local_rank=0", "train"]) == ["--local_rank=0", "train"]
+    assert without_local_rank(["train", "--local_rank=1"]) == ["train", "--local_rank=1"]
+    with pytest.raises(SystemExit) as ended:
+        main(["--local_rank=1", "train", "--help"])
+    assert ended.value.code == 0 and "RUN.YAML" in capsys.readouterr().out
