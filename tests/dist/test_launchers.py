@@ -1,62 +1,70 @@
-"""The examples run under the launchers that docs/launching.md names, and compute what one process does."""
+"""The commands of docs/launching.md that need no GPU run as they are written, and compute what one process does."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import scripts
+from longspan.cli import main
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+PROGRAMS = {
+    "torchrun": ("torch.distributed.run", "--master-port"),
+    "accelerate launch": ("accelerate.commands.launch", "--main_process_port"),
+    "deepspeed": ("deepspeed.launcher.runner", "--master_port"),
+}
+"""What a launcher is called inside Python, and its option for a port, so that other tests may run beside it."""
 TRAINER = [
-    "examples/trainer.py",
-    *("--use_cpu", "--max_steps", "2", "--gradient_accumulation_steps", "2", "--logging_steps", "1"),
-    *("--per_device_train_batch_size", "1", "--report_to", "none", "--save_strategy", "no", "--disable_tqdm", "true"),
+    *("--max_steps", "2", "--gradient_accumulation_steps", "2", "--logging_steps", "1"),
+    *("--per_device_train_batch_size", "1", "--save_strategy", "no", "--disable_tqdm", "true"),
 ]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29613"]
-ACCELERATE = [
-    *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29614"),
+RUN = [
+    *("--sequence-length", "256", "--max-steps", "2", "--schedule-warmup-steps", "0", "--gradient-accumulation-steps"),
+    *("1", "--save-final", "false", "--logging-to", "[]"),
 ]
 
 
-def last_line(command: list[str]) -> dict[str, object]:
-    """Run a command in the repository, and return the JSON at the end of what it prints."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
+def output_of(begins: str, folder: Path, more: list[str], port: int) -> str:
+    """Run the page's command that begins so, in small, and return what it prints.
+
+    Args:
+        more: arguments that come last, and so replace those of the page.
+    """
+    (line,) = [line for line in COMMANDS if line.startswith(begins)]
+    words = shlex.split(line)
+    settings = dict(word.split("=") for word in words if re.fullmatch(r"[A-Z_]+=\w+", word))
+    words = words[len(settings) :]
+    launcher = next(name for name in PROGRAMS if line.split("=cpu ")[-1].startswith(name))
+    module, option = PROGRAMS[launcher]
+    command = [sys.executable, "-m", module, option, str(port), *words[len(launcher.split()) :], *more]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_BUILD_OPS": "0",
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | settings, capture_output=True, text=True, timeout=150, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    return done.stdout
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    folder = str(tmp_path_factory.mktemp("one"))
-    return last_line([sys.executable, *TRAINER, "--output_dir", folder, "--sequence_parallel_size", "1"])
-
-
-@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate launch"])
-def test_trainer_script(launcher: list[str], one_process: dict[str, object], tmp_path: Path) -> None:
-    found = last_line([*launcher, *TRAINER, "--output_dir", str(tmp_path), "--sequence_parallel_size", "2"])
-    assert found["losses"] == pytest.approx(one_process["losses"], rel=1e-5)
-    assert found["eval_loss"] == pytest.approx(one_process["eval_loss"], rel=1e-5)
-    assert (tmp_path / "model.safetensors").exists()
-
-
-def test_preferences() -> None:
-    pytest.importorskip("trl", reason="the example takes TRL's batches")
-    expected = last_line([sys.executable, "examples/trl_dpo.py"])
-    found = last_line([*TORCHRUN, "examples/trl_dpo.py"])
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "examples" / "slurm").glob("*.sbatch")), ids=lambda file: file.name)
-def test_slurm_script_is_a_script(file: Path) -> None:
-    done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def last_line(text: str) -> dict[str, Any]:
+    """Return the JSON at the end of what a script prints."""
+    return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from longspan.cli import launchers, main
-from longspan.cli.launchers import first_node, launched, of_slurm, tasks_per_node, without_local_rank
+from longspan.cli.launchers import first_node, launched, of_slurm, without_local_rank
 from longspan.errors import ConfigError
 
 TORCHRUN = {
@@ -23,10 +23,9 @@ SLURM = {  # task 5 of `srun --nodes 3 --ntasks-per-node 2`, Slurm 22.05
     "SLURM_JOB_ID": "12345",
     "SLURM_STEP_ID": "2",
     "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
     "SLURM_STEP_NODELIST": "127.0.0.[1-2,7]",
     "SLURM_PROCID": "5",
-    "SLURM_NODEID": "2",
+    "SLURM_GTIDS": "4,5",
     "SLURM_LOCALID": "1",
 }
 
@@ -82,7 +81,7 @@ def test_tasks_of_slurm(started: pytest.MonkeyPatch) -> None:
     "values",
     [
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # a batch script
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"},
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_GTIDS": "0", "SLURM_PROCID": "0"},
     ],
 )
 def test_a_single_task_starts_processes_of_its_own(started: pytest.MonkeyPatch, values: dict[str, str]) -> None:
@@ -99,9 +98,10 @@ def test_what_slurm_did_not_say_is_named(started: pytest.MonkeyPatch, name: str)
 
 
 def test_tasks_that_go_round_the_nodes_are_refused() -> None:
-    """`--distribution=cyclic`: tasks 2 and 5 are on the last node."""
-    with pytest.raises(ConfigError, match=r"Task 2 is number 0 on node 2 .*\[2, 2, 2\].*--distribution=block"):
-        of_slurm(SLURM | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"})
+    """As with `--distribution=cyclic`."""
+    with pytest.raises(ConfigError, match=r"Tasks \[2, 5\] share a node.*--distribution=block"):
+        of_slurm(SLURM | {"SLURM_GTIDS": "2,5"})
+    assert of_slurm(SLURM | {"SLURM_GTIDS": "5", "SLURM_LOCALID": "0"})["LOCAL_WORLD_SIZE"] == "1"
 
 
 def test_a_first_node_that_cannot_be_looked_up_is_refused(started: pytest.MonkeyPatch) -> None:
@@ -131,12 +131,6 @@ def test_first_node(text: str, first: str) -> None:
 def test_a_list_without_a_node_is_refused() -> None:
     with pytest.raises(ConfigError, match="names no node"):
         first_node("")
-
-
-def test_tasks_per_node() -> None:
-    assert tasks_per_node("8") == [8]
-    assert tasks_per_node("8(x3),4") == [8, 8, 8, 4]
-    assert tasks_per_node("1,10(x2)") == [1, 10, 10]
 
 
 def test_deepspeeds_argument_is_left_out_where_it_says_nothing_new(

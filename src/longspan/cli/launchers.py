@@ -55,28 +55,21 @@ def of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
             )
         return environment[name]
 
-    rank, node, local_rank = (int(told(f"SLURM_{name}")) for name in ("PROCID", "NODEID", "LOCALID"))
-    counts = tasks_per_node(told("SLURM_STEP_TASKS_PER_NODE"))
-    if rank != sum(counts[:node]) + local_rank:
+    here = [int(task) for task in told("SLURM_GTIDS").split(",")]
+    if here != list(range(here[0], here[0] + len(here))):
         raise ConfigError(
-            f"Task {rank} is number {local_rank} on node {node} of nodes with {counts} tasks: tasks of a node must "
-            "follow each other, so that what they exchange stays within it. Start with srun --distribution=block."
+            f"Tasks {here} share a node: those of a node must follow each other, so that what they exchange stays "
+            "within it. Start with srun --distribution=block."
         )
     port = _PORTS[(int(told("SLURM_JOB_ID")) + 1009 * int(told("SLURM_STEP_ID"))) % len(_PORTS)]
     return {
-        "RANK": str(rank),
+        "RANK": told("SLURM_PROCID"),
         "WORLD_SIZE": told("SLURM_STEP_NUM_TASKS"),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(counts[node]),
+        "LOCAL_RANK": told("SLURM_LOCALID"),
+        "LOCAL_WORLD_SIZE": str(len(here)),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or first_node(told("SLURM_STEP_NODELIST")),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(port),
     }
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """Read Slurm's counts, such as `8(x3),4`."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in found for _ in range(int(times or "1"))]
 
 
 def first_node(text: str) -> str:
