@@ -138,9 +138,9 @@ def test_a_job_goes_on_where_its_time_was_up(slurm: Callable[..., str], tmp_path
 
     until(lambda: "step " in said() or "JobState=FAILED" in state(), "the first step")
     slurm("scancel", "--signal=USR1", "--batch", job)  # as Slurm does before the time is up
-    until(lambda: "Restarts=1" in state() or "JobState=FAILED" in state(), "the requeued job")
+    until(lambda: "JobState=PENDING Reason=BeginTime" in state() or "JobState=FAILED" in state(), "the requeued job")
     stopped = re.search(r"stopped by SIGTERM after step (\d+), which is saved", said())
-    assert stopped is not None and "on 2 cpu processes" in said(), said()
+    assert stopped is not None and "Restarts=1" in state() and "on 2 cpu processes" in said(), said()
     last = int(stopped[1]) + 2
     file.write_text(json.dumps(settings | {"max_steps": last}))
     slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes

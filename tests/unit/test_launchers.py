@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 
 import pytest
+import torch
 
-from longspan.cli import launchers, main
+from longspan.cli import launch, launchers, main
 from longspan.cli.launchers import first_node, launched, of_slurm, without_local_rank
+from longspan.config import RunConfig
 from longspan.errors import ConfigError
+from longspan.train.data import Corpus
 
 TORCHRUN = {
     "RANK": "5",
@@ -112,6 +116,15 @@ def test_a_first_node_that_cannot_be_looked_up_is_refused(started: pytest.Monkey
     started.setattr(launchers.socket, "getaddrinfo", unknown)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1, which .* cannot look up .*set MASTER_ADDR"):
         launched()
+
+
+def test_a_task_that_sees_fewer_gpus_than_its_node_has_tasks_is_refused(started: pytest.MonkeyPatch) -> None:
+    """As with `--gpus-per-task=1`."""
+    set_all(started, TORCHRUN)
+    started.setattr(torch.cuda, "is_available", lambda: True)
+    started.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="2 processes on this host, which see 1 GPUs.*--gpus-per-node"):
+        launch._train_as_rank(RunConfig.model_construct(), Corpus.__new__(Corpus), io.StringIO(), "")
 
 
 @pytest.mark.parametrize(
