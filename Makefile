@@ -3,6 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Test processes at a time, each with a pool of its own; a file's tests stay together.
+PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test check clean
 
@@ -10,13 +13,13 @@ train: $(READY)
 	$(BIN)/longspan train examples/quickstart.yaml --overwrite
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -m "not slow and not dist and not gpu and not multi_gpu"
+	$(PYTEST) -m "not slow and not dist and not gpu and not multi_gpu"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "longspan needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }

@@ -41,11 +41,18 @@ def test_one_length_by_cause() -> None:
 def test_several_lengths() -> None:
     code, out, err = run(*LLAMA, "--seq-len", "32K,128K,1M")
     assert (code, err) == (0, "")
-    rows = [line.split() for line in out.splitlines() if line.lstrip()[:1].isdigit()]
+    rows = [line.split() for line in out.splitlines() if line[:9].strip()[:1].isdigit()]  # others go on with one
     assert [row[0] for row in rows] == ["32,768", "131,072", "1,048,576"]
     made = json.loads(run(*LLAMA, "--seq-len", "32K,128K,1M", "--json")[1])
     assert [plan["seq_len"] for plan in made] == [32768, 131072, 1048576]
     assert [row[1] for row in rows] == [short(plan["step_s"]) for plan in made]
+
+
+def test_gpus_on_a_row() -> None:
+    """Two GPUs take two rows of 8K faster than one row together."""
+    both, one = (json.loads(run(*LLAMA, "--seq-len", "8K", "--json", *more)[1]) for more in ((), ("--sp", "2")))
+    assert [made["degrees"]["data_parallel"] for made in (both, one)] == [2, 1]
+    assert run(*LLAMA, "--sp", "2", "--calibrate")[0] == 2
 
 
 def test_the_longest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import random
 import sys
@@ -177,11 +178,14 @@ def calls(work: Callable[[], Any]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # finalizers of what others left would count too
     sys.setprofile(called)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

@@ -120,6 +120,36 @@ def test_no_layer_of_a_rebuilt_segment_takes_more_than_another(monkeypatch: pyte
     assert max(peaks.values()) - min(peaks.values()) < x_bytes / 2, {i: n / x_bytes for i, n in peaks.items()}
 
 
+@pytest.mark.parametrize(
+    ("keeps", "budget", "counts"),
+    [
+        ((Keep.X_O,) * 4, Budget(), {3}),
+        ((Keep.X_O,) * 4, Budget(0, 1 << 26), {2}),
+        ((Keep.X, Keep.NONE) * 2, Budget(0, 1 << 26), {2}),
+    ],
+)
+def test_gradients_take_the_place_of_hidden_states(
+    monkeypatch: pytest.MonkeyPatch, keeps: tuple[Keep, ...], budget: Budget, counts: set[int]
+) -> None:
+    """Those that stay are held by what made them; others are x, which becomes dx, and dy."""
+    tokens, found = 1024, []
+    model = llama(layers=len(keeps))
+    handle = longspan.prepare(model, memory=Memory(TILE, keeps, budget=budget))
+    ids = torch.randint(32, (1, tokens))
+    mixing_backward = PrefixMixing.backward
+
+    def counted(self: PrefixMixing, x: Tensor, kept: Any, keep: Keep, gradients: Any) -> None:
+        mixing_backward(self, x, kept, keep, gradients)
+        held = {t.untyped_storage()._cdata for t in (x, gradients.dx, gradients.dy)}
+        assert all(t.nbytes == tokens * 16 * FLOAT_BYTES for t in (x, gradients.dx, gradients.dy))
+        found.append(len(held))
+
+    monkeypatch.setattr(PrefixMixing, "backward", counted)
+    model(**handle.shard({"input_ids": ids, "labels": ids})).loss.backward()
+    assert len(found) == len(keeps)
+    assert set(found) == counts
+
+
 def test_host_memory_is_given_back_with_the_handle() -> None:
     model = llama()
     handle = longspan.prepare(model, memory=Memory(TILE, Keep.X_O, budget=Budget(0, 1 << 24)))

@@ -270,7 +270,7 @@ class Ledger:
         """A streamed layer's backward."""
         setup, layer = self.setup, self.setup.shape.layers[index]
         causes = self._state(index)
-        causes["hidden states"] = 3 * self._x
+        causes["hidden states"] = (2 if self.in_place(index) else 3) * self._x
         tile_gradients = layer.trained * setup.itemsize
         reducing = 4 * layer.trained if setup.gathers else 0
         causes["gradient buffers"] = 4 * layer.trained + tile_gradients + reducing
@@ -287,6 +287,11 @@ class Ledger:
             rebuilt = _key_value_numbers(setup, layer) * setup.itemsize + kept_bytes(Keep.OUT, setup, layer)
             causes["keys and values"] = max(causes.get("keys and values", 0.0), float(rebuilt))
         return causes | self._staging
+
+    def in_place(self, index: int) -> bool:
+        """Whether the gradient of a streamed layer's hidden states takes their place, where they came from the host or
+        were rebuilt; where they stayed, they are among what layers keep, and it has a place of its own."""
+        return self.setup.ring == 1 and not self.setup.shape.layers[index].recurrent
 
     def _prefix(self, layer: LayerShape) -> float:
         """Keys and values of a layer, their gradients in float32, and a kernel's gradients of the longest prefix.

@@ -95,7 +95,8 @@ class Stay:
         travels = next_held if stands < held + next_held else 0.0
         if stands + made > self.limit:
             travels = max(travels, self._rebuilt(self.runs[n]))
-        return max(0.0, here - self.costs.x[moment.layer]), travels  # its x is counted among its hidden states
+        counted = 0.0 if self.ledger.in_place(moment.layer) else self.costs.x[moment.layer]  # among its hidden states
+        return max(0.0, here - counted), travels
 
     def _kept(self, layer: int, n: int) -> float:
         return self.below[n] + self.costs.states(self.runs[n], layer)

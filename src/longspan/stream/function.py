@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from longspan.plan.keep import Keep
-from longspan.stream.run import Gradients, LayerRun
+from longspan.stream.gradients import Gradients
+from longspan.stream.run import LayerRun
 from longspan.stream.segment import Pass, State
 from longspan.stream.stash import Stash
 from longspan.tiling import first_order, private_graph
@@ -24,6 +25,8 @@ class Mixing(ABC):
 
     run: LayerRun
     stash: Stash
+    by_tile: bool
+    """Whether backward is done with a tile before it comes to the last one, so that its dx can take the place of x."""
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor | None, keep: Keep) -> tuple[Tensor, ...]:
@@ -66,13 +69,15 @@ class StreamedLayer(torch.autograd.Function):
         run.passage.stash.settle()
         if ctx.segment is None:
             first, *kept = ctx.saved_tensors
+            own = run.passage.stash.away(first)
             (x,) = run.passage.stash.get((first,))
-            state = State(x, tuple(kept), run.keep)
+            state = State(x, tuple(kept), run.keep, own)
             del first, kept, x
         else:
             state = ctx.segment.take(ctx.position)
         run.passage.ahead(run.index)
-        gradients = Gradients(state.x, dy, ctx.parameters, ctx.needs_input_grad[2], d_choices[:1])
+        in_place = state.own and run.mixing.by_tile
+        gradients = Gradients(state.x, dy, ctx.parameters, ctx.needs_input_grad[2], d_choices[:1], in_place)
         with private_graph(ctx.parameters):
             run.mixing.backward(state.x, state.kept, state.keep, gradients)
         return None, None, gradients.dx, *gradients.sums.rounded([p.dtype for p in ctx.parameters])

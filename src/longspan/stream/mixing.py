@@ -15,8 +15,9 @@ from longspan.plan.keep import Keep
 from longspan.plan.kept import Tier
 from longspan.stream.attending import AttendIn, Attending
 from longspan.stream.function import Mixing
+from longspan.stream.gradients import Gradients
 from longspan.stream.prefix import Prefix
-from longspan.stream.run import Gradients, LayerRun, TileBackward
+from longspan.stream.run import LayerRun, TileBackward
 from longspan.stream.settings import as_then
 from longspan.stream.stash import Stash
 
@@ -31,6 +32,8 @@ class PrefixMixing(Mixing):
     Cost: a tile runs once in forward and once in backward, plus the projection of its keys and values if they are not
     kept, and attention's forward if its output is not. Per tile two exchanges in forward and two or three in backward.
     """
+
+    by_tile = True
 
     def __init__(self, run: LayerRun, attend_in: AttendIn, shard: Shard, stash: Stash) -> None:
         self.run, self.attend_in, self.shard, self.stash = run, attend_in, shard, stash

@@ -16,10 +16,11 @@ from longspan.layout import Piece
 from longspan.stream.arguments import Arguments
 from longspan.stream.calls import Answer
 from longspan.stream.compiled import CompiledHalves
+from longspan.stream.gradients import Gradients
 from longspan.stream.halves import ROUTING, Halves
 from longspan.stream.routing import Choices, TileRouting
 from longspan.stream.settings import Settings
-from longspan.tiling import Ambient, GradientSum
+from longspan.tiling import Ambient
 
 
 @dataclass(frozen=True)
@@ -140,71 +141,10 @@ class LayerRun:
             yield
 
 
-class Gradients:
-    """Gradients of one layer pass: of its hidden states, tile by tile, and of its parameters over all tiles.
-
-    Args:
-        d_probabilities: gradient [E] of what the gates' probabilities add up to, the same for each tile.
-    """
-
-    def __init__(
-        self,
-        x: Tensor,
-        dy: Tensor,
-        parameters: tuple[Tensor, ...],
-        need_x: bool,
-        d_probabilities: Sequence[Tensor] = (),
-    ) -> None:
-        self.x, self.dy, self.parameters, self.need_x = x, dy, parameters, need_x
-        self.d_probabilities = d_probabilities
-        self.dx = torch.zeros_like(x, memory_format=torch.contiguous_format) if need_x else None
-        self.sums = GradientSum(len(parameters))
-
-    def leaf(self, at: Piece) -> Tensor:
-        """Return a tile of the hidden states to differentiate."""
-        return self.x[:, at.start : at.stop].detach().requires_grad_(self.need_x)
-
-    def of(self, at: Piece) -> list[Tensor]:
-        """Return the gradients of what a tile returns: of its hidden states, and of its sums of probabilities."""
-        return [self.dy[:, at.start : at.stop], *self.d_probabilities]
-
-    def add(
-        self,
-        at: Piece,
-        leaf: Tensor,
-        outs: Sequence[Tensor],
-        douts: Sequence[Tensor],
-        *more: Tensor,
-        again: bool = False,
-    ) -> tuple[Tensor | None, ...]:
-        """Differentiate a tile's outputs and add what belongs to the hidden states and parameters.
-
-        Args:
-            more: further leaves; their gradients are returned.
-            again: keep the graph, as another part of it will be differentiated.
-        """
-        pairs = [(out, dout) for out, dout in zip(outs, douts, strict=True) if out.requires_grad]
-        if not pairs:
-            return (None,) * len(more)
-        inputs = [*([leaf] if self.need_x else []), *more, *self.parameters]
-        grads = list(
-            torch.autograd.grad(
-                [out for out, _ in pairs], inputs, [d for _, d in pairs], allow_unused=True, retain_graph=again
-            )
-        )
-        dx = grads.pop(0) if self.need_x else None
-        self.put(at, dx, grads[len(more) :])
-        return tuple(grads[: len(more)])
-
-    def put(self, at: Piece, dx: Tensor | None, parameters: Sequence[Tensor | None]) -> None:
-        """Add a tile's gradients of the hidden states and the parameters."""
-        if dx is not None and self.dx is not None:
-            self.dx[:, at.start : at.stop] += dx
-        self.sums.add(parameters)
-
-
 class TileBackward(ABC):
     """The backward of one tile: what follows its attention, then what comes before it."""
+
+    part: Tensor | None = None  # of the gradient of its hidden states, while it is held
 
     def __init__(self, run: LayerRun, index: int, gradients: Gradients) -> None:
         self.run, self.index, self.gradients = run, index, gradients
@@ -243,7 +183,8 @@ class EagerTile(TileBackward):
         leaf, known = self.gradients.leaf(self.at), out.detach().requires_grad_()
         y, request, choices = self.run.after(self.index, leaf, known)
         outs, douts = [y, *(choices or ())[:1]], self.gradients.of(self.at)
-        (dout,) = self.gradients.add(self.at, leaf, outs, douts, known, again=hold)
+        dx, dout = self.gradients.differentiate(leaf, outs, douts, known, again=hold)
+        self.part = self.gradients.begin(self.at, dx)
         if hold:
             self.leaf, self.request = leaf, request
         return torch.zeros_like(known) if dout is None else dout
@@ -260,7 +201,9 @@ class EagerTile(TileBackward):
             self.request = self.run.before(self.index, self.leaf)
         grads = [*douts, *shared]
         outs = self.request.differentiable()[: len(grads)]  # tokens come first
-        self.gradients.add(self.at, self.leaf, outs, [d.to(o.dtype) for d, o in zip(grads, outs, strict=True)])
+        douts = [d.to(o.dtype) for d, o in zip(grads, outs, strict=True)]
+        (dx,) = self.gradients.differentiate(self.leaf, outs, douts)
+        self.gradients.end(self.at, self.part, dx)
 
 
 class CompiledTile(TileBackward):
@@ -276,7 +219,8 @@ class CompiledTile(TileBackward):
         dx, dout, parameters = self.run.differentiate_after(
             self.index, self._x, out, grads.of(self.at), need_x=grads.need_x, products=self.products
         )
-        grads.put(self.at, dx, parameters)
+        grads.sums.add(parameters)
+        self.part = grads.begin(self.at, dx)
         return torch.zeros_like(out) if dout is None else dout
 
     def query(self) -> Request:
@@ -285,8 +229,10 @@ class CompiledTile(TileBackward):
 
     def before(self, douts: Sequence[Tensor], shared: Sequence[Tensor] = ()) -> None:
         """Differentiate the half before the mixer."""
-        dx, parameters = self.run.differentiate_before(self.index, self._x, [*douts, *shared], self.gradients.need_x)
-        self.gradients.put(self.at, dx, parameters)
+        grads = self.gradients
+        dx, parameters = self.run.differentiate_before(self.index, self._x, [*douts, *shared], grads.need_x)
+        grads.sums.add(parameters)
+        grads.end(self.at, self.part, dx)
 
     @property
     def _x(self) -> Tensor:

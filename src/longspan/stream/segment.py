@@ -25,11 +25,16 @@ T = TypeVar("T")
 
 @dataclass
 class State:
-    """What a layer's backward needs: its hidden states, and what its mixing kept, as `keep` says."""
+    """What a layer's backward needs: its hidden states, and what its mixing kept, as `keep` says.
+
+    Args:
+        own: whether nobody else holds x: it was brought back for this, or rebuilt.
+    """
 
     x: Tensor
     kept: tuple[Tensor, ...]  # as the stash has them
     keep: Keep
+    own: bool
 
 
 @dataclass
@@ -88,10 +93,11 @@ class Segment:
             raise TrainingError("Layers that are rebuilt can be differentiated once per forward pass.")
         stash = self.passage.stash
         with torch.no_grad():
+            own = start < position or stash.away(*self.members[start].x)
             (x,) = stash.get(self.members[start].x)
             for p, tier in zip(range(start, position), self._tiers(start, position, x), strict=True):
                 x = self._advance(p, x, tier)
-            state = State(x, member.kept, member.keep)
+            state = State(x, member.kept, member.keep, own)
         member.x, member.kept, member.taken = (), (), True
         return state
 

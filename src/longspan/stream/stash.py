@@ -166,6 +166,10 @@ class Stash:
         self._fetch(self._found(stood))
         return tuple(self._arrive(t) for t in stood)
 
+    def away(self, stood: Tensor) -> bool:
+        """Whether a tensor stands for one that has left the device: `get` then makes one that nobody else holds."""
+        return self._place(stood) is not None
+
     def fetcher(self, stood: Sequence[Tensor]) -> Callable[[], None]:
         """Return a function that starts bringing back what these stand for, for `get` to find, if there is room for it;
         it keeps none alive."""

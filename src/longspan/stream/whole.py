@@ -14,7 +14,8 @@ from longspan.recurrent.build import Recurrent, Share
 from longspan.recurrent.call import DeltaNet
 from longspan.stream.attending import AttendIn, Attending
 from longspan.stream.function import Mixing
-from longspan.stream.run import Gradients, LayerRun
+from longspan.stream.gradients import Gradients
+from longspan.stream.run import LayerRun
 from longspan.stream.settings import as_then
 from longspan.stream.stash import Stash
 
@@ -28,6 +29,7 @@ class WholeMixing(Mixing):
     Cost: a tile runs up to its mixer twice in forward (the second time without it), and three times in backward.
     """
 
+    by_tile = False
     operands: int
     """How many tensors a mixer works on; `results`: how many it returns that its backward needs, out first."""
     results: int

@@ -25,6 +25,7 @@ from longspan.integrations.transformers.norm import norm_note
 from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.probe import Probed, Shape, probe
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
+from longspan.integrations.transformers.settled import Settled, settle_together
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.mesh import build_mesh, data_parallel_ranks
@@ -75,7 +76,7 @@ def prepare(
         ModelError: the model, or a layer of it, is not understood well enough to be exact; names it.
         TopologyError, KernelError: processes or heads cannot serve the degrees, or no kernel the model, on this device.
 
-    Cost: five forward passes on 5 tokens (eight for experts), the process groups, a small all-reduce; on GPUs of one
+    Cost: five forward passes on 5 tokens (eight for experts), the process groups, two small collectives; on GPUs of one
         node a quarter of a GiB of each for exchanges of heads by copy engines.
     """
     settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
@@ -85,35 +86,37 @@ def prepare(
     if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
     _check_model(parts)
-    ways = _ways(memory, parts)
-    ranks = data_parallel_ranks(sequence_parallel_size, mesh)
-    probed, degrees, chosen, plan = _decide(parts, sequence_parallel_size, ulysses_degree, ring_degree, kernel)
-    rule = _exchange_rule(kv_exchange, probed.shapes, degrees, chosen, parts.device)
-    axes, exchange = with_copy_engine(build_mesh(ranks, degrees, parts.device.type), parts.device)
-    plan = _with_notes(plan, *norm_note(parts.norm, ways), exchange)
+    ways, ranks = _ways(memory, parts), data_parallel_ranks(sequence_parallel_size, mesh)
+    asked = (sequence_parallel_size, ulysses_degree, ring_degree)
+    settled = settle_together(lambda: _settle(parts, asked, kernel, kv_exchange), ranks.numel())
+    axes, exchange = with_copy_engine(build_mesh(ranks, settled.degrees, parts.device.type), parts.device)
+    plan = _with_notes(settled.plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    applied = Applied(parts, axes, plan, {kind: Attend(axes, k) for kind, k in chosen.items()}, ways, **options)
-    applied.settings, applied.exchange = settings, rule
-    applied.operands, applied.logit_options = probed.shapes, probed.logits
+    attends = {kind: Attend(axes, chosen) for kind, chosen in settled.kernels.items()}
+    applied = Applied(parts, axes, plan, attends, ways, **options)
+    applied.settings, applied.exchange = settings, settled.exchange
+    applied.operands, applied.logit_options = settled.probed.shapes, settled.probed.logits
     if memory == "auto":
-        applied.decide(Automatic.agreed(parts, axes, probed.shapes, plan))
+        applied.decide(Automatic.agreed(parts, axes, settled.probed.shapes, plan))
     tell(f"longspan: {plan.summary()}")
     return applied
 
 
-def _decide(
-    parts: Parts, size: int, ulysses: int | None, ring: int | None, kernel: str
-) -> tuple[Probed, Degrees, dict[Kind, Kernel], Plan]:
-    """Probe the model, and choose what serves every layer."""
+def _settle(parts: Parts, asked: tuple[int, int | None, int | None], kernel: str, kv_exchange: KvExchange) -> Settled:
+    """Probe the model, and choose what serves every layer.
+
+    Args:
+        asked: the sequence-parallel size, the Ulysses and the ring degree.
+    """
     probed, device = _probe(parts), parts.device
-    shapes = probed.shapes
+    shapes, (size, ulysses, ring) = probed.shapes, asked
     degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
     chosen, notes = _kernels(kernel, shapes, device)
     names = "+".join(dict.fromkeys(kernel.name for kernel in chosen.values()))
     reasons = (degrees.reason, *notes, *_recurrent_notes(shapes, size, names, device))
     plan = Plan(size, degrees.ulysses, degrees.ring, names, "tiled cross-entropy", reasons)
-    return probed, degrees, chosen, plan
+    return Settled(probed, degrees, chosen, _exchange_rule(kv_exchange, shapes, degrees, chosen, device), plan)
 
 
 def _recurrent_notes(shapes: list[Shape], size: int, kernel: str, device: torch.device) -> list[str]:

@@ -1,0 +1,85 @@
+"""What processes settle each for themselves before they make groups, and must settle alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from longspan.attention.call import Kind
+from longspan.errors import LongspanError, TopologyError
+from longspan.integrations.transformers.probe import Probed
+from longspan.kernels.protocol import Kernel
+from longspan.plan.degrees import Degrees
+from longspan.plan.exchange import ExchangeRule
+from longspan.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How a model will be run, as one process sees it from its own copy, device and libraries."""
+
+    probed: Probed
+    degrees: Degrees
+    kernels: Mapping[Kind, Kernel]
+    exchange: ExchangeRule
+    plan: Plan
+
+    def told(self) -> dict[str, str]:
+        """Return what collectives of later steps depend on, by name."""
+        return {
+            "layers": f"{len(self.probed.shapes)} with {self.probed.shapes}",
+            "degrees": f"ulysses {self.degrees.ulysses} x ring {self.degrees.ring}",
+            "kernels": " + ".join(dict.fromkeys(kernel.name for kernel in self.kernels.values())),
+            "kv_exchange": self.exchange.refusal or self.exchange.asked,
+        }
+
+
+def settle_together(settle: Callable[[], Settled], ranks: int) -> Settled:
+    """Settle on each process, and go on only if all came to the same. Collective over the default group.
+
+    Args:
+        settle: holds no collective.
+        ranks: processes of the mesh; one process alone asks nobody.
+
+    Raises:
+        LongspanError: this process's own.
+        TopologyError: another process raised, or settled otherwise: which, and what.
+
+    Cost: an all-gather of objects.
+    """
+    if ranks == 1:
+        return settle()
+    settled: Settled | None = None
+    told: Any
+    error: LongspanError | None = None
+    try:
+        settled = settle()
+        told = settled.told()
+    except LongspanError as raised:
+        error, told = raised, str(raised)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, told)
+    if error is not None:
+        raise error
+    assert settled is not None
+    _refuse_differences(everyone, dist.get_rank())
+    return settled
+
+
+def _refuse_differences(everyone: list[Any], own: int) -> None:
+    """Raise if a process could not settle, or if two settled differently."""
+    for rank, told in enumerate(everyone):
+        if isinstance(told, str):
+            raise TopologyError(f"Process {rank} cannot prepare the model, so process {own} does not: {told}")
+    for name in everyone[own]:
+        found = [told[name] for told in everyone]
+        other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+        if other is not None:
+            raise TopologyError(
+                f"Processes differ in {name}: process 0 has {found[0][:300]}; process {other} has "
+                f"{found[other][:300]}. Prepare the same model with the same settings everywhere, with the same "
+                "packages on each host; degrees and kernel can be named."
+            )
