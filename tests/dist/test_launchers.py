@@ -38,7 +38,17 @@ TRAINER = [
     *("--max_steps", "2", "--gradient_accumulation_steps", "2", "--logging_steps", "1", "--save_strategy", "no"),
     *("--per_device_train_batch_size", "1", "--disable_tqdm", "true"),
 ]
-RUN = ["--sequence-length", "256", "--max-steps", "2", "--schedule-warmup-steps", "0", "--no-save-final"]
+RUN = [
+    "--data-files",
+    "${stdlib}/bisect.py",
+    "--sequence-length",
+    "256",
+    "--max-steps",
+    "2",
+    "--schedule-warmup-steps",
+    "0",
+    "--no-save-final",
+]
 
 
 def documented(launcher: str, what: str, *more: str) -> str:
