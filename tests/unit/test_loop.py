@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from longspan.errors import ConfigError
-from longspan.train.trainee import check_memory
+from longspan.train.room import check_memory
 
 
 def test_weights_that_a_gpu_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_the_training_loop_plans_for_its_optimizer() -> None:
             "optimizer": {"kind": "adamw-host", "step_in_backward": True, "clip": "previous"},
         }
     )
-    trainee: Any = assemble(config, build_model(config.model, 0), torch.device("cpu"))
+    trainee: Any = assemble(config, lambda blank: build_model(config.model, 0), torch.device("cpu"))
     assert (trainee.handle.automatic.kind, trainee.handle.automatic.in_backward) == ("adamw-host", True)
     stepped = {id(p) for group in trainee.stepping.optimizer.param_groups for p in group["params"]}
     lora = {id(p) for name, p in trainee.model.named_parameters() if "lora_" in name}

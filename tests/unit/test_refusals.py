@@ -15,7 +15,12 @@ from torch import nn
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 import longspan
+from longspan.engines import Origin
 from longspan.errors import BatchError, ConfigError, KernelError, ModelError, TopologyError
+from longspan.integrations.presets import preset_config
+from longspan.integrations.random_weights import random_model
+
+CPU = torch.device("cpu")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -233,11 +238,50 @@ def test_prepare_refuses_what_it_would_not_compute_exactly(kind: str) -> None:
     assert not hasattr(made, "_longspan_applied")
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MODELS)
+def test_prepare_refuses_the_same_before_weights_come(kind: str) -> None:
+    make, told = MODELS[kind]
+    made = make()
+    Origin(made, CPU)
+    with pytest.raises(ModelError, match=told):
+        longspan.prepare(made, device="cpu")
+    assert not hasattr(made, "_longspan_applied")
+    assert all(parameter.is_meta for parameter in made.parameters())
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-gemma4", "tiny-gpt-oss", "tiny-qwen3-next", "tiny-qwen3-vl", "tiny-deepseek-v3"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_decided_before_weights_come_is_what_is_decided_with_them(name: str, dtype: torch.dtype) -> None:
+    made = random_model(preset_config(name), dtype, CPU)
+    weights = {key: value.clone() for key, value in made.state_dict().items()}
+    plain = longspan.prepare(made)
+    facts = plain.operands, plain.plan, plain.logit_options, plain.parts.norm
+    plain.remove()
+    origin = Origin(made, CPU)
+    blank = longspan.prepare(made, device="cpu")
+    assert (blank.operands, blank.plan, blank.logit_options, blank.parts.norm) == facts
+    assert all(parameter.is_meta for parameter in made.parameters()) and blank.parts.device == CPU
+    origin.bring(made)
+    assert all(torch.equal(value, weights[key]) for key, value in made.state_dict().items())
+    ids = torch.arange(3, 20)[None]
+    assert torch.isfinite(made(**blank.shard({"input_ids": ids, "labels": ids})).loss)
+
+
+def test_a_device_for_weights_that_are_elsewhere_is_refused() -> None:
+    with pytest.raises(ModelError, match="device=meta is to name where the weights .* will be; this one is on cpu"):
+        longspan.prepare(llama(), device="meta")
+
+
 def test_a_model_on_the_meta_device_is_refused() -> None:
     with torch.device("meta"):
         made = llama()
-    with pytest.raises(ModelError, match="meta device"):
+    with pytest.raises(ModelError, match=r"meta device.*prepare\(\.\.\., device=\.\.\.\)"):
         longspan.prepare(made)
+    with pytest.raises(ModelError, match=r"buffers, such as model.rotary_emb.inv_freq.*longspan.engines.Origin"):
+        longspan.prepare(made, device="cpu")
 
 
 class Mixer(nn.Module):

@@ -3,6 +3,7 @@
 from longspan.engines.ddp import DataParallel
 from longspan.engines.fsdp import FullyShardedDataParallel
 from longspan.engines.mpu import MPU
+from longspan.engines.origin import Origin
 from longspan.engines.protocol import Engine, Prepared, StepsItself
 from longspan.engines.select import build_engine
 from longspan.engines.single import Single
@@ -13,6 +14,7 @@ __all__ = [
     "DataParallel",
     "Engine",
     "FullyShardedDataParallel",
+    "Origin",
     "Prepared",
     "Single",
     "StepsItself",

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from longspan.engines.origin import Origin
 from longspan.engines.protocol import GradReduction, OwnBackward, Prepared, clip_by_global_norm, require_processes
 
 
@@ -17,7 +18,7 @@ class DataParallel(OwnBackward):
     name = "ddp"
     grad_reduction: GradReduction = "mean"
 
-    def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
+    def wrap(self, model: nn.Module, prepared: Prepared, origin: Origin | None = None) -> nn.Module:
         """Wrap over the processes of `mesh.world`.
 
         Buffers are not broadcast: they are rotary tables, equal by construction.
@@ -26,6 +27,8 @@ class DataParallel(OwnBackward):
             TopologyError: torch.distributed is not initialised.
         """
         require_processes(self.name)
+        if origin is not None:
+            origin.bring(model)
         self._module = DistributedDataParallel(
             model, process_group=prepared.mesh.world.group, broadcast_buffers=False, gradient_as_bucket_view=True
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from longspan.engines.origin import Origin
 from longspan.engines.protocol import GradReduction, OwnBackward, Prepared, clip_by_global_norm, require_processes
 
 
@@ -31,8 +32,10 @@ class FullyShardedDataParallel(OwnBackward):
         if compute_dtype is not None:
             self._policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
 
-    def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
+    def wrap(self, model: nn.Module, prepared: Prepared, origin: Origin | None = None) -> nn.Module:
         """Shard over the processes of `mesh.world`; the optimizer must be made from the sharded parameters.
+
+        What `origin` brings is sharded unit by unit: a process never holds more than its shards and one unit whole.
 
         Raises:
             TopologyError: torch.distributed is not initialised.
@@ -46,9 +49,10 @@ class FullyShardedDataParallel(OwnBackward):
             else DeviceMesh.from_group(self._group, mesh.device_type)
         )
         options: dict[str, Any] = {"mesh": devices, "mp_policy": self._policy}
-        for block in prepared.blocks:
-            fully_shard(block, **options)
-        fully_shard(model, **options)
+        for unit in (*prepared.blocks, model):
+            if origin is not None:
+                origin.bring(unit)
+            fully_shard(unit, **options)
         self._module = cast(FSDPModule, model)
         return model
 

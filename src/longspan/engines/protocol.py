@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.engines.origin import Origin
 from longspan.errors import TopologyError
 from longspan.kernels.protocol import wide
 from longspan.mesh import Mesh
@@ -57,8 +58,12 @@ class Engine(Protocol):
     name: str
     grad_reduction: GradReduction
 
-    def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
-        """Return the module to call; afterwards its parameters are the ones to optimise."""
+    def wrap(self, model: nn.Module, prepared: Prepared, origin: Origin | None = None) -> nn.Module:
+        """Return the module to call; afterwards its parameters are the ones to optimise.
+
+        Args:
+            origin: where the weights of a model on the meta device come from.
+        """
         ...
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
+from longspan.engines.origin import Origin
 from longspan.engines.protocol import GradReduction, OwnBackward, Prepared, clip_by_global_norm
 
 
@@ -15,8 +16,10 @@ class Single(OwnBackward):
     name = "single"
     grad_reduction: GradReduction = "mean"
 
-    def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
-        """Return the model as it is."""
+    def wrap(self, model: nn.Module, prepared: Prepared, origin: Origin | None = None) -> nn.Module:
+        """Return the model as it is, with its weights."""
+        if origin is not None:
+            origin.bring(model)
         self._model, self._prepared = model, prepared
         return model
 

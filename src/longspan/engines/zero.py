@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from longspan.engines.mpu import MPU
+from longspan.engines.origin import Origin
 from longspan.engines.protocol import GradReduction, Prepared, clip_by_global_norm, require_processes
 from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.plan.setup import Optimizer
-from longspan.weights import under_zero3
+from longspan.weights import under_zero3, whole_shape
 
 SUPPORTED = ((0, 19, 8), (0, 20, 0))
 """Versions of DeepSpeed from the first up to, and without, the second."""
@@ -66,8 +67,10 @@ class Zero:
         self._undo = ExitStack()
         self.engine: Any = None  # DeepSpeed's, once there is an optimizer
 
-    def wrap(self, model: nn.Module, prepared: Prepared) -> nn.Module:
-        """Return the module to call once `adopt` has been given its optimizer, until when its parameters are whole.
+    def wrap(self, model: nn.Module, prepared: Prepared, origin: Origin | None = None) -> nn.Module:
+        """Return the module to call once `adopt` has been given its optimizer.
+
+        Until then its parameters are whole, but for what stage 3 gets from `origin`: that is divided layer by layer.
 
         Raises:
             TopologyError: torch.distributed is not initialised, or the mesh leaves processes out.
@@ -87,6 +90,11 @@ class Zero:
         prepared.held_by(self.name, Optimizer.under_zero(self.stage, 2 if self._in_bf16 else 4))
         if self.stage == 3:
             self._undo = let_stage3_gather(model, prepared.layers)
+        if origin is not None:
+            for unit in (*prepared.blocks, model):
+                origin.bring(unit)
+                if self.stage == 3:
+                    self._divide(unit)
         self.module = Held(model)
         return self.module
 
@@ -206,9 +214,17 @@ class Zero:
         if self.engine is not None:
             self.engine.destroy()
 
+    def _divide(self, unit: nn.Module) -> None:
+        """Have DeepSpeed divide the parameters of a part of the model now, in the type that it computes in."""
+        if self._in_bf16:
+            for parameter in unit.parameters():
+                if not under_zero3(parameter):
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        self._deepspeed.zero.Init(module=unit, config_dict_or_path=self.config(None), mpu=self._mpu)
+
     def _bucket(self) -> int:
         """Return how many elements are reduced at once: DeepSpeed holds memory for twice as many."""
-        return min(_BUCKET, max(1, sum(p.numel() for p in self._model.parameters() if p.requires_grad)))
+        return min(_BUCKET, max(1, sum(whole_shape(p).numel() for p in self._model.parameters() if p.requires_grad)))
 
     @property
     def _clips_here(self) -> bool:

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import longspan
-from longspan.engines import build_engine
+from longspan.engines import Origin, build_engine
 from longspan.errors import ConfigError
 from longspan.evaluate.haystack import STDLIB, Haystack
 from longspan.evaluate.needle import check_lengths, evaluate
@@ -80,7 +82,7 @@ def run_needle(asked: Asked, device: torch.device) -> dict[str, Any] | None:
     prompts = Prompts(tokenizer, haystack, asked.needle)
     prompts.rows()  # raises where a row cannot be made
     dtype = asked.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model = source.model(dtype).to(device)
+    model, origin = _model(source, dtype, device)
     handle = prepare(
         model,
         asked.sp,
@@ -90,8 +92,9 @@ def run_needle(asked: Asked, device: torch.device) -> dict[str, Any] | None:
         memory=Memory(
             asked.tile_tokens, Keep.X_O
         ),  # without gradients nothing is kept, and tiles bound what is at work
+        device=None if origin is None else device,
     )
-    module = build_engine(asked.engine, handle.mesh.world.size).wrap(model, handle)
+    module = build_engine(asked.engine, handle.mesh.world.size).wrap(model, handle, origin)
     cells = evaluate(handle, prompts, module)
     if not is_first():
         return None
@@ -115,3 +118,12 @@ def run_needle(asked: Asked, device: torch.device) -> dict[str, Any] | None:
             **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
         },
     }
+
+
+def _model(source: Source, dtype: str, device: torch.device) -> tuple[nn.Module, Origin | None]:
+    """Return the model on its device; of several processes the first builds it, and where its weights come from."""
+    packed = getattr(source.config(), "quantization_config", None) is not None
+    if packed or not dist.is_initialized() or dist.get_world_size() == 1:
+        return source.model(dtype).to(device), None
+    model = source.model(dtype, blank=not is_first())
+    return model, Origin(model, device)

@@ -63,16 +63,20 @@ class Source:
         """
         return load_model_config(base_settings(Path(self.name))[0] if self.adapted else self._settings("float32"))
 
-    def model(self, dtype: str) -> Any:
+    def model(self, dtype: str, blank: bool = False) -> Any:
         """Build the model on the CPU, in evaluation mode.
+
+        Args:
+            blank: build it on the meta device, without any weights.
 
         Raises:
             ConfigError: its weights cannot be loaded.
         """
-        if self.adapted:
+        if self.adapted and not blank:
             model, _ = merged_model(Path(self.name))
             return model.to(getattr(torch, dtype)).eval()
-        return build_model(self._settings(dtype), seed=0).eval()
+        settings = base_settings(Path(self.name))[0] if self.adapted else self._settings(dtype)
+        return build_model(settings, seed=0, blank=blank).eval()
 
     def _settings(self, dtype: Any) -> ModelConfig:
         return ModelConfig(name=self.name, init="random" if self.name in PRESETS else "pretrained", dtype=dtype)

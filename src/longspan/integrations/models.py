@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,15 @@ def _own_config(model: ModelConfig) -> PretrainedConfig:
     return _checked(lambda: type(config).from_dict(_with_derived(config, model.overrides)), model.overrides, model.name)
 
 
-def build_model(model: ModelConfig, seed: int, tokenizer: PreTrainedTokenizerBase | None = None) -> PreTrainedModel:
+def build_model(
+    model: ModelConfig, seed: int, tokenizer: PreTrainedTokenizerBase | None = None, blank: bool = False
+) -> PreTrainedModel:
     """Build the model on the CPU, with the same weights on every process.
 
     Args:
         seed: of random weights.
         tokenizer: a model with random weights takes over its end-of-text id.
+        blank: build it on the meta device, without any weights.
 
     Raises:
         ConfigError: no such model, or its weights cannot be loaded.
@@ -71,7 +75,13 @@ def build_model(model: ModelConfig, seed: int, tokenizer: PreTrainedTokenizerBas
             config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
         torch.manual_seed(seed)
-        return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    if model.init == "random" or blank:
+        # drawing nothing must not move on what random numbers come next
+        with ExitStack() as stack:
+            if blank:
+                stack.enter_context(torch.random.fork_rng(devices=()))
+                stack.enter_context(torch.device("meta"))
+            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     try:
         return auto_class(config).from_pretrained(
             model.name, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True

@@ -25,6 +25,7 @@ def plan(
     gpu_memory_gib: float = 139,
     host_memory_gib: float = 560,
     engine: str = "fsdp2",
+    *,
     gpu: str = "h200",
     optimizer: str = "auto",
     sequence_parallel_size: int | None = None,

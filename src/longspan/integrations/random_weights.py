@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from longspan.errors import ConfigError
@@ -110,13 +110,7 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     generator = torch.Generator(device).manual_seed(_SEED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.empty_like(parameter).normal_(generator=generator)
-            if name.endswith(_LOG_DECAY):
-                parameter.copy_(noise * 0.5 - 2)
-            elif parameter.ndim >= 2:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(noise * 0.1)
+            parameter.copy_(lively(name, torch.empty_like(parameter).normal_(generator=generator), parameter))
         for name, buffer in model.named_buffers():
             if name.endswith(_ROUTER_BIAS):
                 buffer.normal_(generator=generator).mul_(0.1)
@@ -124,6 +118,20 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def lively(name: str, noise: Tensor, constant: Tensor | float) -> Tensor:
+    """Return random values for a parameter, see `random_model`.
+
+    Args:
+        noise: of its shape, from a normal distribution; it becomes these values.
+        constant: what vectors are moved off.
+    """
+    if name.endswith(_LOG_DECAY):
+        return noise.mul_(0.5).sub_(2)
+    if noise.ndim >= 2:
+        return noise.mul_(noise.shape[-1] ** -0.5)
+    return noise.mul_(0.1).add_(constant)
 
 
 def untrained_model(config: PretrainedConfig, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -13,6 +13,7 @@ from longspan.errors import ConfigError
 from longspan.optim import low_bit
 from longspan.optim.host import HostAdamW, host_bytes, local
 from longspan.optim.memory import available_bytes
+from longspan.weights import whole_shape
 
 KINDS = ("adamw", "adamw8bit", "adamw-bf16-sr", "adamw-host")
 _LOW_BIT = ("adamw8bit", "adamw-bf16-sr")
@@ -51,8 +52,8 @@ def build_optimizer(
     if not trained:
         raise ConfigError("No parameter requires a gradient, so there is nothing to optimize; unfreeze some.")
     groups: list[dict[str, Any]] = [
-        {"params": [p for _, p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for _, p in trained if len(whole_shape(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for _, p in trained if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}

@@ -30,8 +30,9 @@ from longspan.train.trainee import Trainee, assemble, introduce
 from longspan.train.watchdog import Watchdog, wait_longer
 
 _BUILDING = (
-    "Each process builds the whole model before any sharding: free memory, start fewer processes, or take a smaller "
-    "model or model.dtype."
+    "The first process builds the whole model on its host, all others too where weights are packed; to a GPU they come "
+    "whole before any sharding, but for engines fsdp2 and zero-3, which take a layer at a time: free memory, or take a "
+    "smaller model or model.dtype."
 )
 
 
@@ -63,7 +64,7 @@ def train(
         if is_first() and not config.resume:
             clear_output(output_dir)
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
-        trainee = assemble(config, build_model(config.model, config.seed, tokenizer), device)
+        trainee = assemble(config, lambda blank: build_model(config.model, config.seed, tokenizer, blank), device)
         wait_longer(config.faults.timeout_minutes * 60)
         record = None
         if progress is not None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import longspan
 from longspan.config import RunConfig
-from longspan.engines import Engine, StepsItself, build_engine
-from longspan.errors import ConfigError
+from longspan.engines import Engine, Origin, StepsItself, build_engine
+from longspan.engines.origin import from_first
 from longspan.integrations.adapters import add_adapter
-from longspan.integrations.quantize import needed_bytes, quantize_layers
+from longspan.integrations.quantize import quantize_layers
 from longspan.mesh import Mesh
+from longspan.once import is_first
 from longspan.optim import Stepping, build_optimizer, choose_stepping
 from longspan.plan.keep import Keep, Memory
 from longspan.train.meter import Meter
 from longspan.train.metrics import model_work
+from longspan.train.room import check_host, check_memory, check_share
 from longspan.weights import whole_shape
+
+Build = Callable[[bool], Any]
+"""Builds the run's model on the CPU, or, given True, without weights on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +59,20 @@ class Trainee:
             self.engine.close()
 
 
-def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
-    """Put adapters into a model, prepare it, give it to an engine, and make its optimizer.
+def assemble(config: RunConfig, build: Build, device: torch.device) -> Trainee:
+    """Build a model, put adapters into it, prepare it, give it to an engine, and make its optimizer.
+
+    Of several processes the first one builds it with weights, which then come to the others part by part, as the engine
+    takes them. All results, random numbers included, are those of every process building the whole. Packed weights are
+    built by every process.
 
     Raises:
         LongspanError: whatever of the model, the degrees, the kernel or the engine cannot work.
     """
-    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
     engine = build_engine(config.engine, world_size, compute_dtype)
-    check_memory(model, device, config.model.quantization)
-    quantize_layers(model, config.model.quantization, device)
-    model = add_adapter(model, config.adapter, config.seed).to(device).train()
+    model, origin = _build(config, build, device, engine.name, compute_dtype)
     handle = longspan.prepare(
         model,
         config.sequence_parallel_size,
@@ -73,29 +82,36 @@ def assemble(config: RunConfig, model: Any, device: torch.device) -> Trainee:
         kernel=config.kernel,
         memory="auto" if config.memory.keep == "auto" else Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
         grad_reduction=engine.grad_reduction,
+        device=None if origin is None else device,
     )
     if handle.automatic is not None:
         handle.automatic.expect(config.optimizer.kind, config.optimizer.step_in_backward)
     meter = Meter(device, handle.mesh, model_work(model, model.config.get_text_config()))
-    module = engine.wrap(model, handle)
+    module = engine.wrap(model, handle, origin)
     return Trainee(model, module, handle, engine, _stepping(module, engine, config), meter, device)
 
 
-def check_memory(model: Any, device: torch.device, quantization: str = "none") -> None:
-    """Refuse a model whose weights, packed if they will be, are more than a GPU has free; other devices are not asked.
-
-    Raises:
-        ConfigError: with both numbers.
-    """
-    if device.type != "cuda":
-        return
-    needed = needed_bytes(model, device, quantization)
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    if needed > free_bytes:
-        raise ConfigError(
-            f"The model's weights need {needed:,} bytes, but {device} has {free_bytes:,} bytes free, and each "
-            "process builds the whole model before any sharding. Free the GPU, or take a smaller model or model.dtype."
-        )
+def _build(
+    config: RunConfig, build: Build, device: torch.device, engine: str, compute_dtype: torch.dtype | None
+) -> tuple[Any, Origin | None]:
+    """Return the model with its adapters: on its device, or without weights and where they come from."""
+    kind, processes = config.model.quantization, dist.get_world_size() if dist.is_initialized() else 1
+    model: Any = None if processes == 1 or kind != "none" else build(True)
+    if model is None or getattr(model.config, "quantization_config", None) is not None:
+        model = build(False)
+        check_memory(model, device, kind)
+        quantize_layers(model, kind, device)
+        return add_adapter(model, config.adapter, config.seed).to(device).train(), None
+    if engine in ("fsdp2", "zero-3"):
+        check_share(model, device, processes, compute_dtype)
+    else:
+        check_memory(model, device)
+    if is_first():
+        check_host(model, config.model)
+        model = build(False)
+    model = add_adapter(model, config.adapter, config.seed).train()
+    torch.set_rng_state(from_first(torch.get_rng_state()))  # where all would be if all had drawn the weights
+    return model, Origin(model, device)
 
 
 def _stepping(module: nn.Module, engine: Engine, config: RunConfig) -> Stepping:

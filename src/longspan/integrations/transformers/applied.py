@@ -132,8 +132,7 @@ class Applied:
     @property
     def blocks(self) -> list[nn.Module]:
         """Decoder layers, after those of a vision tower."""
-        sight = self.parts.sight
-        return [*(() if sight is None else cast(Any, sight.tower).blocks), *self.layers]
+        return self.parts.blocks
 
     def shard(
         self, batch: Mapping[str, Any], num_items: int | Tensor | None = None, token_fields: Sequence[str] = ()

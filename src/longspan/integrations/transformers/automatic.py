@@ -73,7 +73,7 @@ class Place:
         """Look at this process's device and node alone."""
         on_gpu = device.type == "cuda"
         ranks = min(mesh.world.size, torch.cuda.device_count()) if on_gpu else mesh.world.size
-        host = _host_bytes(psutil.virtual_memory().available if on_gpu else psutil.virtual_memory().total)
+        host = host_bytes(psutil.virtual_memory().available if on_gpu else psutil.virtual_memory().total)
         own = torch.cuda.get_device_properties(device).total_memory if on_gpu else host // ranks
         return cls(_machine(device), own, host, ranks)
 
@@ -255,7 +255,7 @@ def _machine(device: torch.device) -> Machine:
     return known or find_machine("h100-80g")
 
 
-def _host_bytes(seen: int) -> int:
+def host_bytes(seen: int) -> int:
     """Return how much of the host a process may use: what was seen, or less in a container."""
     for path in _CGROUP_LIMITS:
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from longspan.integrations.transformers.lending import lent
 from longspan.mlp import stands_alone
 from longspan.plan.keep import Memory
 from longspan.tiled import tile
@@ -21,12 +22,13 @@ _NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "fina
 _TOKENS = 5
 
 
-def final_norm(owner: nn.Module, embedding: Tensor) -> nn.Module | None:
+def final_norm(owner: nn.Module, embedding: Tensor, device: torch.device) -> nn.Module | None:
     """Find the norm that follows the layers, by name.
 
     Args:
         owner: the module that holds the list of layers.
-        embedding: [V, d], as wide as hidden states, and of their type and device.
+        embedding: [V, d], as wide as hidden states, and of their type.
+        device: where the model is, or will be if it is on the meta device.
 
     Returns:
         None if there is none under a known name that turns each token into one token, whatever the others are. It then
@@ -36,9 +38,10 @@ def final_norm(owner: nn.Module, embedding: Tensor) -> nn.Module | None:
         module = getattr(owner, name, None)
         if not isinstance(module, nn.Module):
             continue
-        x = torch.randn(1, _TOKENS, embedding.shape[-1], generator=torch.Generator().manual_seed(7)).to(embedding)
+        x = torch.randn(1, _TOKENS, embedding.shape[-1], generator=torch.Generator().manual_seed(7))
         try:
-            good = stands_alone(module, module.forward, x)
+            with lent(module.modules(), device):
+                good = stands_alone(module, module.forward, x.to(device, embedding.dtype))
         except Exception:  # it takes something else
             good = False
         if good:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,11 +35,23 @@ class Parts:
     rotaries: tuple[nn.Module, ...]
     norm: nn.Module | None  # what follows the layers, if it is found
     sight: Sight | None = None  # of models with a vision tower
+    destination: torch.device | None = None  # of a model on the meta device
 
     @property
     def device(self) -> torch.device:
-        """Device of the input embedding."""
-        return self.embedding.weight.device  # type: ignore[return-value]
+        """Device of the input embedding, or where it will be."""
+        device: Any = self.embedding.weight.device
+        return self.destination if device.type == "meta" and self.destination is not None else device
+
+    @property
+    def blank(self) -> bool:
+        """Whether weights are yet to come."""
+        return any(parameter.is_meta for parameter in self.model.parameters())
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """What runs one after the other, see `blocks_of`."""
+        return blocks_of(self.model)
 
     @property
     def checkpointing(self) -> bool:
@@ -47,16 +59,17 @@ class Parts:
         return any(getattr(module, "gradient_checkpointing", False) for module in (self.trunk, *self.layers))
 
     @classmethod
-    def of(cls, model: nn.Module) -> Parts:
+    def of(cls, model: nn.Module, device: torch.device | None = None) -> Parts:
         """Find the parts.
 
         Args:
             model: a transformers model with a language-modelling head, bare or inside PEFT.
+            device: where it will be, if its weights are on the meta device.
 
         Raises:
             ModelError: it is something else, or wrapped already.
         """
-        found = unwrap(model)
+        found = unwrap(model, device)
         head, embedding = found.get_output_embeddings(), found.get_input_embeddings()
         if head is None or embedding is None:
             raise ModelError(
@@ -64,21 +77,46 @@ class Parts:
                 "such as those of AutoModelForCausalLM."
             )
         trunk, prefix = text_trunk(found)
-        count = getattr(found.config.get_text_config(), "num_hidden_layers", None)
-        lists = [(n, m) for n, m in trunk.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-        if not lists:
-            raise ModelError(f"{type(found).__name__} has no list of {count} decoder layers that longspan can find.")
-        name, layers = lists[0]
+        name, layers = _layers(found)
         rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
-        norm = final_norm(trunk.get_submodule(name.rpartition(".")[0]), embedding.weight)  # type: ignore[arg-type]
-        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm, sight_of(found))
+        weight: Any = embedding.weight
+        place = device if weight.is_meta and device is not None else weight.device
+        if device is not None and (place != device or device.type == "meta"):
+            raise ModelError(
+                f"device={device} is to name where the weights of a model on the meta device will be; this one is on "
+                f"{place}. Leave it out for a model that has weights."
+            )
+        norm = final_norm(trunk.get_submodule(name.rpartition(".")[0]), weight, place)
+        return cls(found, trunk, layers, f"{prefix}.{name}", head, embedding, rotaries, norm, sight_of(found), device)
 
 
-def unwrap(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model inside PEFT, and refuse models that an engine has wrapped.
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers, after those of a vision tower.
 
     Raises:
-        ModelError: not a transformers model, or wrapped by an engine before `prepare`.
+        ModelError: they cannot be found.
+    """
+    sight = sight_of(model)
+    return [*(() if sight is None else cast(Any, sight.tower).blocks), *_layers(model)[1]]
+
+
+def _layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """Return the list of decoder layers, and its name in the trunk."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for name, module in text_trunk(model)[0].named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers that longspan can find.")
+
+
+def unwrap(model: nn.Module, device: torch.device | None) -> PreTrainedModel:
+    """Return the transformers model inside PEFT, and refuse models that an engine has wrapped.
+
+    Args:
+        device: where weights that are on the meta device will be.
+
+    Raises:
+        ModelError: not a transformers model, wrapped by an engine before `prepare`, or without weights.
     """
     for kind in type(model).__mro__:
         name = _WRAPPERS.get(kind.__name__) or ("fully_shard" if kind.__name__ == "FSDPModule" else None)
@@ -101,6 +139,14 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         raise ModelError(
             "The model's parameters belong to DeepSpeed. Call longspan.prepare before deepspeed.initialize."
         )
-    if any(p.is_meta for p in inner.parameters()):
-        raise ModelError("The model has parameters on the meta device; give it weights before longspan.prepare.")
+    if device is None and any(p.is_meta for p in inner.parameters()):
+        raise ModelError(
+            "The model has parameters on the meta device; give it weights before longspan.prepare, or name the device "
+            "where they will come to: prepare(..., device=...)."
+        )
+    if empty := [name for name, buffer in inner.named_buffers() if buffer.is_meta]:
+        raise ModelError(
+            f"The model's buffers, such as {empty[0]}, are on the meta device, so that nothing can be computed: let "
+            "longspan.engines.Origin bring them before longspan.prepare."
+        )
     return inner

@@ -28,7 +28,7 @@ from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
 from longspan.integrations.transformers.settled import Settled, settle_together
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
-from longspan.mesh import build_mesh, data_parallel_ranks
+from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
 from longspan.once import tell
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.exchange import KV_EXCHANGES, ExchangeRule, KvExchange
@@ -54,6 +54,7 @@ def prepare(
     grad_reduction: Literal["mean", "sum"] = "mean",
     sequence_parallel_in_eval: bool = True,
     kv_exchange: KvExchange = "auto",
+    device: torch.device | str | None = None,
 ) -> Applied:
     """Make a transformers causal language model compute on sequences divided over ranks, exactly.
 
@@ -61,7 +62,7 @@ def prepare(
     it; calling it again with the same settings returns the handle.
 
     Args:
-        model: the model, on its device, with weights.
+        model: the model, on its device, with weights; or without, see `device`.
         sequence_parallel_size: ranks that share a sequence; the other ranks are data parallel.
         ulysses_degree, ring_degree: how these divide into head and ring parallelism; None to choose.
         mesh: a mesh of the host with an axis named `sp` or `cp`; None for all processes.
@@ -71,6 +72,7 @@ def prepare(
         grad_reduction: whether the engine averages gradients over the ranks or adds them up.
         sequence_parallel_in_eval: False makes `model.eval()` run the plain model on full batches.
         kv_exchange: how keys come to other ring ranks: `ring`, `gather`, or `auto`, by batch; `handle.plan` says why.
+        device: where the weights of a model on the meta device will be; `longspan.engines.Origin` brings them later.
 
     Raises:
         ModelError: the model, or a layer of it, is not understood well enough to be exact; names it.
@@ -79,27 +81,33 @@ def prepare(
     Cost: five forward passes on 5 tokens (eight for experts), the process groups, two small collectives; on GPUs of one
         node a quarter of a GiB of each for exchanges of heads by copy engines.
     """
-    settings = (sequence_parallel_size, ulysses_degree, ring_degree, kernel, logits, grad_reduction)
-    settings += (sequence_parallel_in_eval, memory, None if mesh is None else str(mesh), kv_exchange)
+    degrees = (sequence_parallel_size, ulysses_degree, ring_degree)
+    settings = (*degrees, kernel, logits, grad_reduction, sequence_parallel_in_eval, memory, str(mesh), kv_exchange)
     _check_choices(memory, grad_reduction, kv_exchange)
-    parts = Parts.of(model)
+    parts = Parts.of(model, None if device is None else torch.empty(0, device=device).device)
     if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
     _check_model(parts)
     ways, ranks = _ways(memory, parts), data_parallel_ranks(sequence_parallel_size, mesh)
-    asked = (sequence_parallel_size, ulysses_degree, ring_degree)
-    settled = settle_together(lambda: _settle(parts, asked, kernel, kv_exchange), ranks.numel())
+    settled = settle_together(lambda: _settle(parts, degrees, kernel, kv_exchange), ranks.numel())
     axes, exchange = with_copy_engine(build_mesh(ranks, settled.degrees, parts.device.type), parts.device)
     plan = _with_notes(settled.plan, *norm_note(parts.norm, ways), exchange)
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    attends = {kind: Attend(axes, chosen) for kind, chosen in settled.kernels.items()}
-    applied = Applied(parts, axes, plan, attends, ways, **options)
-    applied.settings, applied.exchange = settings, settled.exchange
-    applied.operands, applied.logit_options = settled.probed.shapes, settled.probed.logits
+    applied = _apply(settled, parts, axes, plan, ways, options)
+    applied.settings = settings
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, settled.probed.shapes, plan))
     tell(f"longspan: {plan.summary()}")
+    return applied
+
+
+def _apply(settled: Settled, parts: Parts, axes: Mesh, plan: Plan, ways: Memory, options: Any) -> Applied:
+    """Put what was settled in force."""
+    attends = {kind: Attend(axes, chosen) for kind, chosen in settled.kernels.items()}
+    applied = Applied(parts, axes, plan, attends, ways, **options)
+    applied.exchange = settled.exchange
+    applied.operands, applied.logit_options = settled.probed.shapes, settled.probed.logits
     return applied
 
 

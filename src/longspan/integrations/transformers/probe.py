@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from longspan.attention.call import Kind, Request
 from longspan.batch import CONTEXT
 from longspan.errors import LongspanError, ModelError
+from longspan.integrations.transformers.lending import lending, lent
 from longspan.integrations.transformers.logits import logit_options, trial_logits
 from longspan.integrations.transformers.mixers import check_mixer, close, mixer_forwards
 from longspan.integrations.transformers.parts import Parts
@@ -83,7 +84,7 @@ def probe(parts: Parts) -> Probed:
     neither another token nor another token's output of that call moves a row of its output. Such a mixer passes if it
     computes what its own forward does. The head passes if the model returns its output as logits, or scaled and capped
     as its config says, and what comes before the layers if the last tokens, run by themselves, enter the first layer as
-    they do in company.
+    they do in company. A model without weights is given random ones meanwhile, the same on every process.
 
     Raises:
         ModelError: names the layer and what it does.
@@ -98,9 +99,10 @@ def probe(parts: Parts) -> Probed:
     replaced = Overrides()
     mixers = mixer_forwards(parts.layers)
     try:
-        with torch.no_grad(), _evaluating(parts.model):
+        with torch.no_grad(), _evaluating(parts.model), lending(parts):
             for module, forward in mixers:
-                check_mixer(forward)
+                with lent(module.modules(), parts.device):
+                    check_mixer(forward)
                 replaced.set(module, forward=forward)
             whole, logits = _run_model(parts, 0)
             for hook in hooks:
