@@ -1,7 +1,7 @@
 """Fine-tune with Hugging Face's Trainer on sequences divided over ranks; the same script for every launcher.
 
     torchrun --nproc-per-node 8 examples/trainer.py --model Qwen/Qwen3-8B --data train.jsonl \
-        --sequence_parallel_size 8 --bf16 --fsdp true --fsdp_config '{"version": 2}' --output_dir out/trainer
+        --sequence_parallel_size 8 --bf16 --fsdp --output_dir out/trainer
 
 Without --model and --data it trains a tiny random model on random tokens, which takes seconds on two CPU processes.
 docs/launching.md has the commands for torchrun, accelerate, DeepSpeed and Slurm.

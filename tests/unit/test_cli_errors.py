@@ -199,7 +199,8 @@ def test_one_process_runs_with_any_engine(
 def test_under_torchrun_the_first_process_of_each_host_tells_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, speaks: bool
 ) -> None:
-    for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
+    here = {"RANK": rank, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    for name, value in {**here, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(launch, "_PATIENCE_S", 0.0)
     done = longspan("train", run_file(tmp_path), "--data-files", tmp_path / "none*.txt")

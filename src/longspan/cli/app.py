@@ -12,6 +12,7 @@ from longspan.cli.data import data
 from longspan.cli.doctor import doctor
 from longspan.cli.evaluate import evaluation
 from longspan.cli.export import export
+from longspan.cli.launchers import without_local_rank
 from longspan.cli.plan import plan
 from longspan.cli.report import report
 from longspan.cli.train import train
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: without the program's name; None for those of the process.
     """
     try:
-        app(arguments)
+        app(without_local_rank(sys.argv[1:] if arguments is None else arguments))
     except LongspanError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)

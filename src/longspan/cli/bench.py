@@ -29,6 +29,7 @@ from longspan.cli.bench_flags import (
 )
 from longspan.cli.bench_jobs import ExchangeJob, WorkJob
 from longspan.cli.flags import size, with_flags
+from longspan.cli.launchers import launched
 from longspan.cli.ranks import has_gpu, join, start
 from longspan.config import AdapterConfig
 from longspan.errors import ConfigError, LongspanError, TrainingError
@@ -63,16 +64,16 @@ class Run:
         """Return where a file of this command goes; processes that follow each other add to one file."""
         from longspan.bench.results import Target
 
-        pointer = None if "RANK" in os.environ else str(Path(self.folder) / name)
+        pointer = None if launched() else str(Path(self.folder) / name)
         command = " ".join(["longspan", *sys.argv[1:]])
         return Target(self.flags.out, self.flags.commit or _commit(), command, pointer)
 
     def do(self, job: Any) -> dict[str, Any] | None:
-        """Run a job in processes of its own, or as one of torchrun's; the content of its file, on the first process.
+        """Run a job in processes of its own, or as one of a launcher's; the content of its file, on the first process.
 
         Processes end themselves before the limit; those that do not are ended soon after it.
         """
-        if "RANK" in os.environ:
+        if launched():
             return join(job)
         return start(job, None if self.left_s is None else self.left_s + _GRACE_S)
 
@@ -117,8 +118,8 @@ def attention(**flags: Any) -> None:
 def every(**flags: Any) -> None:
     """Run exchange, attention, step and fit after each other; one that cannot be done leaves the others."""
     given = AllFlags(**flags)
-    if "RANK" in os.environ:
-        raise ConfigError("bench all starts processes of its own; leave torchrun out.")
+    if launched():
+        raise ConfigError("bench all starts processes of its own; leave the launcher out.")
     _finish(given, lambda run: _every(given, run))
 
 
@@ -144,7 +145,7 @@ def _finish(flags: Flags, measure: Callable[[Run], list[dict[str, Any]]]) -> Non
 
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
         contents = measure(Run(flags, folder))
-    if not contents:  # a process of torchrun's, not the first
+    if not contents:  # a process of a launcher's, not the first
         return
     if flags.json_:
         print(json.dumps(contents if len(contents) != 1 else contents[0]))
@@ -186,8 +187,8 @@ def _steps(flags: StepFlags, run: Run) -> list[dict[str, Any]]:
     asked = Asked(_work(flags), _settings(flags), flags.steps, flags.profile)
     if flags.profile and not has_gpu():
         raise ConfigError("--profile looks at what a GPU does, and there is none.")
-    if flags.peers and "RANK" in os.environ:
-        raise ConfigError("--peers starts processes of its own; leave torchrun out.")
+    if flags.peers and launched():
+        raise ConfigError("--peers starts processes of its own; leave the launcher out.")
     if flags.peers and not _PEERS.is_dir():
         raise ConfigError(f"--peers runs the scripts in {_PEERS}: start in a checkout of longspan.")
     found = _measured(asked, flags.device, run, "step")
@@ -200,8 +201,8 @@ def _fits(flags: FitFlags, run: Run) -> list[dict[str, Any]]:
     asked = Asked(_work(flags), _settings(flags), fit=True)
     if not flags.search:
         return _measured(asked, flags.device, run, "fit")
-    if "RANK" in os.environ or len(asked.settings) != 1:
-        raise ConfigError("--search takes one --memory and one --seq-len to begin with, and no torchrun.")
+    if launched() or len(asked.settings) != 1:
+        raise ConfigError("--search takes one --memory and one --seq-len to begin with, and no launcher.")
     from longspan.bench.fit import search
 
     memory = asked.settings[0].memory
@@ -300,8 +301,8 @@ def _settings(flags: WorkFlags) -> tuple[Setting, ...]:
 
 
 def _processes(flags: Flags) -> int:
-    """Return the number of processes: that of torchrun, or of the GPUs, unless it was given."""
-    if "RANK" in os.environ:
+    """Return the number of processes: a launcher's, or that of the GPUs, unless it was given."""
+    if launched():
         return int(os.environ["WORLD_SIZE"])
     if flags.sp is not None:
         return flags.sp

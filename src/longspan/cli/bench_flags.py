@@ -17,7 +17,7 @@ class Flags:
 
     sp: Annotated[
         int | None,
-        option("Processes, all of which share a sequence. (default: one per GPU; torchrun's where it started)", "N"),
+        option("Processes, all of which share a sequence. (default: one per GPU; a launcher's where it started)", "N"),
     ] = None
     device: Annotated[str, option("cpu, cuda or auto: cuda if there is a GPU per process.", "NAME")] = "auto"
     out: Annotated[

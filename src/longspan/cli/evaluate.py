@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from longspan.cli.allocator import choose_allocator
 from longspan.cli.flags import option, size, with_flags
+from longspan.cli.launchers import launched
 from longspan.cli.ranks import check_degrees, check_device, join, start
 from longspan.errors import ConfigError, TopologyError
 from longspan.evaluate.settings import ANSWER, NEEDLE, QUESTION, NeedleSettings
@@ -138,7 +138,7 @@ def needle(**flags: Any) -> None:
     given = Flags(**flags)
     choose_allocator()
     result = run(given)
-    if result is None:  # another process of torchrun's prints it
+    if result is None:  # another process prints it
         return
     if given.json_:
         print(json.dumps(result))
@@ -148,7 +148,7 @@ def needle(**flags: Any) -> None:
 
 
 def run(flags: Flags) -> dict[str, Any] | None:
-    """Start the processes, or be one of torchrun's; write the results and return them, on the first process.
+    """Start the processes, or be one of a launcher's; write the results and return them, on the first process.
 
     Raises:
         LongspanError: what the processes, or a look at the flags, found to be impossible.
@@ -162,7 +162,7 @@ def run(flags: Flags) -> dict[str, Any] | None:
         raise ConfigError(f"--out {flags.out} is a file; name a folder.")
     if not flags.no_plot:
         check_plotting()
-    result = join(job) if "RANK" in os.environ else start(job)
+    result = join(job) if launched() else start(job)
     if result is None:
         return None
     flags.out.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ def leave(folder: Path, rank: int, error: Exception) -> NoReturn:
 
 
 def end(error: Exception) -> NoReturn:
-    """Say why this process, which torchrun started, fails, and end it at once; see `leave`."""
+    """Say why this process, which a launcher started, fails, and end it at once; see `leave`."""
     if isinstance(error, LongspanError):
         print(f"Error: {error}", file=sys.stderr)
     else:

@@ -1,4 +1,4 @@
-"""Start a run's processes, or join those that torchrun started, and bring their errors home once."""
+"""Start a run's processes, or join those that a launcher started, and bring their errors home once."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def start(config: RunConfig, processes: int, stream: TextIO) -> int:
 
 
 def join(config: RunConfig, to_stderr: bool) -> int | None:
-    """Run as one of torchrun's processes; return the last step on the first of them, None on the others.
+    """Run as one of a launcher's processes; return the last step on the first of them, None on the others.
 
     An error in the settings or the data is the same on a whole host, but not on all hosts: the first process of each
     host raises it; the others exit silently. After an error in the run a process ends at once: leaving in order would
@@ -95,7 +95,7 @@ def join(config: RunConfig, to_stderr: bool) -> int | None:
     except LongspanError:
         if speaks:
             raise
-        time.sleep(_PATIENCE_S)  # torchrun ends all processes with the first; let that be the one that speaks
+        time.sleep(_PATIENCE_S)  # launchers end all processes with the first; let that be the one that speaks
         sys.exit(2)
     stream = sys.stderr if to_stderr else sys.stdout
     if rank == 0:
@@ -195,7 +195,8 @@ def _train_as_rank(config: RunConfig, corpus: Corpus, stream: TextIO, data: str)
     if torch.cuda.is_available():
         if local_size > torch.cuda.device_count():
             raise ConfigError(
-                f"{local_size} processes on this host, but {torch.cuda.device_count()} GPUs; lower --nproc."
+                f"{local_size} processes on this host, which see {torch.cuda.device_count()} GPUs: start fewer. Under "
+                "srun let each task see all GPUs of its node (--gpus-per-node or --gpu-bind=none, not --gpus-per-task)."
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Start processes on this host and bring home their result, or the first error; or be one of torchrun's."""
+"""Start processes on this host and bring home their result, or the first error; or be one of a launcher's."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def start(job: Job, limit_s: float | None = None) -> dict[str, Any]:
 
 
 def join(job: Job) -> dict[str, Any] | None:
-    """Do a job as one of the processes that torchrun started.
+    """Do a job as one of the processes that a launcher started.
 
     Raises:
         TopologyError: they are not as many as the job needs.
@@ -93,7 +93,7 @@ def join(job: Job) -> dict[str, Any] | None:
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size != job.processes:
         raise TopologyError(
-            f"torchrun started {world_size} processes, but {job.processes} were asked for (--sp or --nproc)."
+            f"The launcher started {world_size} processes, but {job.processes} were asked for (--sp or --nproc)."
         )
     device = choose_device(job.device, int(os.environ["LOCAL_RANK"]), local_size)
     with _group(device, world_size, rank, "env://"):

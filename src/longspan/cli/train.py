@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 
 from longspan.cli.allocator import choose_allocator
 from longspan.cli.flags import with_settings
+from longspan.cli.launchers import launched
 from longspan.config import load_config
 from longspan.errors import ConfigError
 
@@ -23,7 +23,7 @@ def train(
         int | None,
         typer.Option(
             help="Processes to start here (a whole number >= 1; default: one per GPU, without a GPU "
-            "sequence_parallel_size). Under torchrun its processes are used.",
+            "sequence_parallel_size). Under a launcher its processes are used.",
             min=1,
             metavar="N",
         ),
@@ -43,9 +43,9 @@ def train(
 
     run = load_config(config, overrides)
     progress = sys.stderr if json_ else sys.stdout
-    if "RANK" in os.environ:
+    if launched():
         if nproc is not None:
-            raise ConfigError("--nproc starts processes, but torchrun has started them already; leave it out.")
+            raise ConfigError("--nproc starts processes, but a launcher has started them already; leave it out.")
         last = launch.join(run, to_stderr=json_)
         if last is None:
             return
