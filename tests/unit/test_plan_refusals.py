@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from transformers.utils import logging
 
 import longspan
 from longspan.config import ModelConfig, RunConfig
 from longspan.errors import ConfigError, ModelError
-from longspan.integrations.planning import plan
+from longspan.integrations import planning
 from longspan.integrations.presets import preset_config
 from longspan.integrations.twinkle import SequenceParallelStrategy
 from longspan.train.preflight import preflight
@@ -81,6 +82,14 @@ def test_random_numbers_are_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_transformers_is_quiet_while_a_copy_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(planning, "refuse_unless_exact", lambda small: levels.append(logging.get_verbosity()))
+    before = logging.get_verbosity()
+    longspan.plan("tiny-llama", 1024, 1)
+    assert levels == [logging.ERROR] and logging.get_verbosity() == before < logging.ERROR
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -106,7 +115,7 @@ def test_lengths_are_written_as_on_the_command_line() -> None:
 
 def test_the_package_has_the_signature_of_its_function() -> None:
     found = inspect.signature(longspan.plan)
-    assert found == inspect.signature(plan)
+    assert found == inspect.signature(planning.plan)
     names = ("seq_len", "world_size", "gpu_memory_gib", "host_memory_gib", "engine")
     assert [found.parameters[name].default for name in names] == [None, 8, 139, 560, "fsdp2"]
 

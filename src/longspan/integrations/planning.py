@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.utils import logging
 
 from longspan.config import AdapterConfig, ModelConfig
 from longspan.config.section import parse_size
@@ -93,7 +96,7 @@ def shape_to_plan(model: str | PretrainedConfig | nn.Module, adapter: AdapterCon
             "transformers configuration or a model."
         )
     shape = model_shape(model, adapter=adapter)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _quiet():
         try:
             small = untrained_model(narrowed(few_layers(config))[0], 0, torch.float32, torch.device("cpu"))
         except ConfigError:
@@ -104,6 +107,17 @@ def shape_to_plan(model: str | PretrainedConfig | nn.Module, adapter: AdapterCon
             if error.__cause__ is None:  # else it only cannot run, which may be for want of width
                 raise
     return shape
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from telling how fast a model would run that trains nothing."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _tokens(seq_len: Any) -> int:
