@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from logging import ERROR
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def test_transformers_is_quiet_while_a_copy_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(planning, "refuse_unless_exact", lambda small: levels.append(logging.get_verbosity()))
     before = logging.get_verbosity()
     longspan.plan("tiny-llama", 1024, 1)
-    assert levels == [logging.ERROR] and logging.get_verbosity() == before < logging.ERROR
+    assert levels == [ERROR] and logging.get_verbosity() == before < ERROR
 
 
 @pytest.mark.parametrize(
