@@ -185,7 +185,7 @@ class _ShardingForward:
         if len(args) > 1 or (args and "input_ids" in kwargs):
             raise BatchError(f"Pass a batch by name; got {len(args)} tensors without one.")
         batch = {**({"input_ids": args[0]} if args else {}), **kwargs}
-        part = handle.shard({name: value for name, value in batch.items() if value is not None})
+        part = handle.shard(batch)
         return strategy._gathered(self.prepared(**part), part[CONTEXT])
 
 
