@@ -178,7 +178,9 @@ def test_a_step_has_no_fewer_targets_than_its_batch(items: Any) -> None:
     for exact in (20, torch.tensor(20), torch.tensor(21, dtype=torch.int32)):
         assert one(batch_of(), num_items=exact)[CONTEXT].num_items is exact
     assert one({"input_ids": torch.arange(6)[None]}, num_items=0)[CONTEXT].num_items == 0
-    with pytest.raises(BatchError, match=rf"num_items is {int(items)}, but this batch alone has 20 targets.*leave num_"):
+    with pytest.raises(
+        BatchError, match=rf"num_items is {int(items)}, but this batch alone has 20 targets.*leave num_"
+    ):
         one(batch_of(), num_items=items)
 
 
