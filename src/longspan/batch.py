@@ -338,14 +338,14 @@ def _divide(documents: Documents, mesh: Mesh, tile_tokens: int | None, rule: Exc
 
 
 def _fingerprint(documents: Documents, fields: Mapping[str, Tensor | None]) -> int:
-    """Return a number that tells batches apart: by documents and shapes, and by content where that is on the host."""
+    """Return a number that tells batches apart: by documents and shapes, and by content that is on the host."""
     seen = zlib.crc32(repr((documents.starts, documents.lengths)).encode())
-    for name, field in fields.items():
-        if field is None:
+    for name, values in fields.items():
+        if values is None:
             continue
-        seen = zlib.crc32(repr((name, tuple(field.shape), field.dtype)).encode(), seen)
-        if field.device.type == "cpu":
-            seen = zlib.crc32(field.detach().contiguous().view(torch.uint8).numpy().data, seen)
+        seen = zlib.crc32(repr((name, tuple(values.shape), values.dtype)).encode(), seen)
+        if values.device.type == "cpu":
+            seen = zlib.crc32(values.detach().contiguous().view(torch.uint8).numpy().data, seen)
     return seen
 
 

@@ -139,7 +139,7 @@ class SequenceParallelStrategy:
         return self.handle.shard(inputs)
 
     def postprocess(self, outputs: Any) -> Any:
-        """Give outputs of a part from `preprocess_inputs` whole logits, with `gather_logits`; whole ones stay as they are.
+        """Give outputs of a part from `preprocess_inputs` whole logits, with `gather_logits`; whole ones stay.
 
         Outputs come in any order, as the model returned them. Those that a wrapper has copied, as for mixed precision,
         come right after their forward. Differentiable: a loss that every rank computes alike from whole logits has the
