@@ -7,13 +7,16 @@ READY := .venv/.ready
 PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check clean
+.PHONY: train test test-all check clean
 
 train: $(READY)
 	$(BIN)/longspan train examples/quickstart.yaml --overwrite
 
 test: $(READY)
 	$(PYTEST)
+
+test-all: $(READY)
+	$(PYTEST) --all-cells
 
 check: $(READY)
 	$(BIN)/ruff check .

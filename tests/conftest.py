@@ -1,4 +1,4 @@
-"""What every test needs: GPU tests leave quietly where there is no GPU."""
+"""What every test needs: GPU tests leave quietly where there is no GPU, and of large matrices a cover of pairs runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cover import beyond
 from longspan.plan import library
 from pool import RunRanks, open_pool
 
@@ -16,7 +17,15 @@ torch.set_num_threads(1)
 library.OWN_FILE = Path(os.devnull)  # machines of whoever runs the tests must not change plans
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cells", action="store_true", help="run every cell of tests marked `matrix`, not a cover")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-cells") and not any("::" in argument for argument in config.args):
+        left_out = beyond(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     count = torch.cuda.device_count()
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0

@@ -89,6 +89,7 @@ def wrong(run_ranks: RunRanks, case: Case) -> dict[tuple[int, str], float]:
     return {at: error for at, error in found.items() if not error <= TOLERANCE}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("degrees", DEGREES.values(), ids=DEGREES)
 @pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)

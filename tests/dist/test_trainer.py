@@ -73,6 +73,7 @@ def needs(kind: str) -> None:
         pytest.importorskip("datasets", reason="SFTTrainer needs datasets")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["trainer", "sft", "chat"])
 @pytest.mark.parametrize(("world", "size"), TOPOLOGIES)
@@ -90,6 +91,7 @@ def test_training_equals_one_process(
         assert found["flos"] <= expected["flos"], "operations are counted once"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["trainer", "sft"])
 @pytest.mark.parametrize(("world", "size"), TOPOLOGIES)

@@ -132,6 +132,7 @@ def divided(engine_name: str, layout: Layout, accumulation: int, adapters: bool 
     return History(losses, norms, {n: engine.whole(p).clone() for n, p in trained(module).items()})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("accumulation", "adapters"), [(1, False), (3, False), (2, True)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])

@@ -147,6 +147,7 @@ def check(found: History, expected: History, tolerance: float = TOLERANCE) -> No
         assert error <= tolerance, (name, error)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("memory", ["plain", "x+O"])
 @pytest.mark.parametrize("layout", ["sp2 ulysses", "sp2 ring", "dp2 x sp2"])
@@ -317,6 +318,7 @@ def own_loop(stage: int, layout: Layout, through_mpu: bool) -> History:
     return History(losses, norms, parameters)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("through_mpu", [True, False])
 @pytest.mark.parametrize("layout", ["sp2 ring", "dp2 x sp2"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

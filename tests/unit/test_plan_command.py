@@ -48,6 +48,13 @@ def test_several_lengths() -> None:
     assert [row[1] for row in rows] == [short(plan["step_s"]) for plan in made]
 
 
+def test_gpus_on_a_row() -> None:
+    """Two GPUs take two rows of 8K faster than one row together."""
+    both, one = (json.loads(run(*LLAMA, "--seq-len", "8K", "--json", *more)[1]) for more in ((), ("--sp", "2")))
+    assert [made["degrees"]["data_parallel"] for made in (both, one)] == [2, 1]
+    assert run(*LLAMA, "--sp", "2", "--calibrate")[0] == 2
+
+
 def test_the_longest() -> None:
     asked = json.loads(run(*LLAMA, "--max-seq", "--json")[1])
     assert asked == json.loads(run(*LLAMA, "--json")[1])

@@ -45,6 +45,25 @@ def test_package_and_function() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "4096"), done.stderr
 
 
+def test_the_fastest_number_of_gpus_on_a_row() -> None:
+    """Short rows are best left whole; those that one GPU cannot hold are divided, and the longest over all GPUs."""
+    asked: dict[str, Any] = {"world_size": 16, "host_memory_gib": 1800}
+    short, long = (longspan.plan("llama-8b", tokens, **asked) for tokens in (16_384, 1 << 20))
+    assert (short.sequence_parallel_size, short.data_parallel_size) == (1, 16)
+    assert (long.sequence_parallel_size, long.data_parallel_size) == (16, 1)
+    together = longspan.plan("llama-8b", 16_384, sequence_parallel_size=16, **asked)
+    assert together.data_parallel_size == 1
+    rates = [made.tokens_per_s or 0 for made in (short, together)]
+    assert rates[0] > 1.05 * rates[1]
+    assert rates[0] == pytest.approx(16 * 16_384 / (short.step_s or 0))
+    assert any("16 data-parallel replicas of 1 GPU, 262,144 tokens a step" in reason for reason in short.reasons)
+    longest = longspan.plan("llama-8b", **asked)
+    assert longest.sequence_parallel_size == 16
+    assert longest.max_seq_len == short.max_seq_len == together.max_seq_len
+    with pytest.raises(ConfigError, match="3 GPUs on a row do not divide 16: take one of 16, 8, 4, 2, 1"):
+        longspan.plan("llama-8b", 16_384, sequence_parallel_size=3, **asked)
+
+
 @pytest.mark.parametrize("model", ["llama-8b", preset_config("llama-8b")], ids=["name", "config"])
 def test_plan(model: Any) -> None:
     made = longspan.plan(model, seq_len=131_072, world_size=2, host_memory_gib=256)
@@ -99,7 +118,7 @@ def test_json() -> None:
         "max_seq_len", "seq_len", "degrees", "level", "gpu_bytes", "host_bytes", "step_s", "tokens_per_s", "reasons",
     } <= set(made)  # fmt: skip
     assert made["seq_len"] == 768 << 10
-    assert made["degrees"] == {"sequence_parallel": 2, "ulysses": 2, "ring": 1}
+    assert made["degrees"] == {"sequence_parallel": 2, "ulysses": 2, "ring": 1, "data_parallel": 1}
     assert made["level"] == "1F"
     assert all(
         isinstance(size, int) and size > 0 for size in [*made["gpu_bytes"].values(), *made["host_bytes"].values()]

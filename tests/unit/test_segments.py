@@ -117,9 +117,9 @@ def test_a_plan_takes_milliseconds(kind: str) -> None:
     found = documents(kind, 0)
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = time.process_time()  # other work on the machine does not count
         plan_segments(found, 8)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert min(seconds() for _ in range(5)) < 0.025
 

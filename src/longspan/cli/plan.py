@@ -19,7 +19,7 @@ class Flags:
     """The command line of `plan`."""
 
     model: Annotated[str, option("A preset, a folder (its config.json is enough) or a hub id.", "NAME")]
-    gpus: Annotated[str, option("Number and kind of GPUs, all of which share a sequence: 2xH200; or 2xcpu.", "NxKIND")]
+    gpus: Annotated[str, option("Number and kind of GPUs: 2xH200; or 2xcpu.", "NxKIND")]
     host_memory: Annotated[
         str | None, option("Memory of a node: 256GiB, 1.9TB. (default: nothing is kept on the host)", "SIZE")
     ] = None
@@ -32,6 +32,15 @@ class Flags:
     max_seq: Annotated[
         bool, typer.Option("--max-seq", help="Plan the longest rows that fit, as without --seq-len. (default false)")
     ] = False
+    sp: Annotated[
+        int | None,
+        option(
+            "GPUs that share a row, the others being data-parallel replicas. (default: what trains most tokens a "
+            "second; for the longest rows all)",
+            "N",
+            min=1,
+        ),
+    ] = None
     engine: Annotated[
         str,
         option(
@@ -132,7 +141,7 @@ def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
     Raises:
         LongspanError: a flag that cannot be used, a model that is not understood, or a length that does not fit.
     """
-    from longspan.integrations.planning import cluster_for, task_for  # transformers loads here, so --help is quick
+    from longspan.integrations.planning import cluster_for, tasks_for  # transformers loads here, so --help is quick
     from longspan.integrations.shapes import model_shape
     from longspan.plan.decide import make_plan
     from longspan.plan.library import parse_gpus
@@ -142,8 +151,8 @@ def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
     gpu_bytes = machine.memory_bytes if flags.gpu_memory is None else parse_bytes(flags.gpu_memory)
     cluster = cluster_for(machine, count, flags.gpus_per_node, gpu_bytes, flags.host_bytes)
     shape = model_shape(flags.model, adapter=flags.adapter)
-    task = task_for(shape, cluster, flags.engine, flags.optimizer)
-    return [make_plan(task, tokens) for tokens in lengths]
+    tasks = tasks_for(shape, cluster, flags.engine, flags.optimizer, count if flags.calibrate else flags.sp)
+    return [make_plan(tasks, tokens) for tokens in lengths]
 
 
 def _lengths(flags: Flags) -> list[int | None]:
@@ -151,6 +160,8 @@ def _lengths(flags: Flags) -> list[int | None]:
         raise ConfigError(
             "--calibrate measures the GPUs of this host, with the memory they have: leave --gpu-memory out."
         )
+    if flags.calibrate and flags.sp is not None:
+        raise ConfigError("--calibrate takes a step with all GPUs on a row: leave --sp out, or plan without it.")
     if flags.yaml_ and flags.json_:
         raise ConfigError("--yaml and --json both want all of stdout: take one.")
     if flags.seq_len is None:
@@ -170,7 +181,6 @@ def _show(plans: list[Any]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     if len(plans) > 1:
-        print(plans[0].summary())
         print(f"longest row that fits: {plans[0].max_seq_len:,} tokens")
         console.print(lengths_table(plans))
         return

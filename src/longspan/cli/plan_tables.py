@@ -16,7 +16,7 @@ def lengths_table(plans: Sequence[Plan]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("tokens", "s/step", "tokens/s", "MFU", "GiB per device", "GiB host per rank"):
         table.add_column(name, justify="right")
-    for name in ("optimizer", "level", "layers keep"):
+    for name in ("ulysses x ring x replicas", "optimizer", "level", "layers keep"):
         table.add_column(name)
     for plan in plans:
         table.add_row(
@@ -26,6 +26,7 @@ def lengths_table(plans: Sequence[Plan]) -> Table:
             "" if plan.mfu is None else f"{100 * plan.mfu:.0f} %",
             _gib(sum(plan.gpu_bytes.values())),
             _gib(sum(plan.host_bytes.values())),
+            f"{plan.ulysses_degree} x {plan.ring_degree} x {plan.data_parallel_size}",
             plan.optimizer,
             plan.level,
             plan.layers_keep,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from longspan.errors import ConfigError
@@ -26,10 +27,11 @@ def plan(
     engine: str = "fsdp2",
     gpu: str = "h200",
     optimizer: str = "auto",
+    sequence_parallel_size: int | None = None,
 ) -> Plan:
     """Decide how to train a model on rows of a length, and predict its memory and its speed. Nothing is run.
 
-    All GPUs share one sequence. Nodes have 8 GPUs, or as many as there are if fewer.
+    Nodes have 8 GPUs, or as many as there are if fewer.
 
     Args:
         model_or_config: a preset, folder or hub id, a transformers configuration, or a model.
@@ -40,6 +42,8 @@ def plan(
         gpu: kind of GPU, whose rates are used: a name in `longspan.plan.library.machines()`.
         optimizer: adamw (fp32), adamw-host (the same, in host memory), adamw8bit, adamw-bf16-sr; auto takes adamw, or
             adamw-host where it does not fit. The zero engines serve adamw alone.
+        sequence_parallel_size: GPUs that share a row, the others being data-parallel replicas; None for what trains
+            most tokens a second, and for all of them if the longest rows are asked for.
 
     Raises:
         ConfigError: a setting that is not known, or a length that does not fit, with the numbers.
@@ -47,7 +51,9 @@ def plan(
     """
     sizes = (round(gpu_memory_gib * GIB), round(host_memory_gib * GIB))
     cluster = cluster_for(find_machine(gpu), world_size, NODE_GPUS, *sizes)
-    return make_plan(task_for(model_shape(model_or_config), cluster, engine, optimizer), seq_len)
+    return make_plan(
+        tasks_for(model_shape(model_or_config), cluster, engine, optimizer, sequence_parallel_size), seq_len
+    )
 
 
 def cluster_for(machine: Machine, gpus: int, node_gpus: int, gpu_bytes: int, host_bytes: int) -> Cluster:
@@ -68,8 +74,30 @@ def cluster_for(machine: Machine, gpus: int, node_gpus: int, gpu_bytes: int, hos
     return Cluster(machine, gpus, min(gpus, node_gpus), gpu_bytes, host_bytes)
 
 
-def task_for(shape: ModelShape, cluster: Cluster, engine: str, optimizer: str) -> Task:
-    """Return the task of training a model on all of a cluster's GPUs together.
+def tasks_for(
+    shape: ModelShape, cluster: Cluster, engine: str, optimizer: str, sequence_parallel_size: int | None = None
+) -> list[Task]:
+    """Return the tasks of training a model on a cluster with so many GPUs on a row, or with each number that divides
+    the cluster's, the most first. Only there may layers be rebuilt: where they had to be, more GPUs are faster.
+
+    Raises:
+        ConfigError, TopologyError: as `task_for`; a number that does not divide the GPUs.
+    """
+    divisors = [size for size in range(cluster.gpus, 0, -1) if cluster.gpus % size == 0]
+    if sequence_parallel_size is not None and sequence_parallel_size not in divisors:
+        raise ConfigError(
+            f"{sequence_parallel_size} GPUs on a row do not divide {cluster.gpus}: take one of "
+            f"{', '.join(map(str, divisors))}."
+        )
+    sizes = divisors if sequence_parallel_size is None else [sequence_parallel_size]
+    widest, *others = (task_for(shape, cluster, engine, optimizer, size) for size in sizes)
+    return [widest, *(replace(task, rebuilds=False) for task in others)]
+
+
+def task_for(
+    shape: ModelShape, cluster: Cluster, engine: str, optimizer: str, sequence_parallel_size: int | None = None
+) -> Task:
+    """Return the task of training a model on a cluster, all of whose GPUs share a row, or so many of them.
 
     Activations are in bfloat16, on a CPU in float32, and so are models with adapters, the adapters and their optimizer.
 
@@ -91,6 +119,7 @@ def task_for(shape: ModelShape, cluster: Cluster, engine: str, optimizer: str) -
         optimizers = (OPTIMIZERS["adamw"], OPTIMIZERS["adamw-host"])
     else:
         optimizers = (find_optimizer(optimizer),)
-    heads = {(layer.heads, layer.kv_heads) for layer in shape.layers if not layer.recurrent} or {(cluster.gpus, 1)}
-    degrees = min((choose_degrees(h, k, cluster.gpus, cluster.node_gpus) for h, k in heads), key=lambda d: d.ulysses)
+    size = sequence_parallel_size or cluster.gpus
+    heads = {(layer.heads, layer.kv_heads) for layer in shape.layers if not layer.recurrent} or {(size, 1)}
+    degrees = min((choose_degrees(h, k, size, cluster.node_gpus) for h, k in heads), key=lambda d: d.ulysses)
     return Task(shape, cluster, degrees, engine, optimizers, itemsize=itemsize, streams_norm=True)

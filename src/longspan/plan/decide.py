@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,7 +28,8 @@ LENGTH_STEP = 1024
 """The longest length is a multiple of this."""
 
 SLOWER = 1.05
-"""An optimizer that comes first is taken as long as it is not slower than another by more than this factor."""
+"""What comes first, of optimizers and of numbers of GPUs on a row, is taken as long as it is not slower than another by
+more than this factor."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,17 @@ class Task:
                 yield replace(base, tile_tokens=tile, compiled=compiled)
             most //= 2
 
-    def choose(self, tokens: int) -> Choice | None:
-        """Return the fastest way to run rows of so many tokens, or None if they do not fit."""
+    def choose(self, tokens: int, below_s: float = math.inf) -> Choice | None:
+        """Return the fastest way to run rows of so many tokens, or None if they do not fit.
+
+        Args:
+            below_s: seconds of a step that are to be beaten; what is slower need not be found.
+        """
         found = []
         for optimizer in self.optimizers:
             best: Choice | None = None
             for setup in self.setups(tokens, optimizer):
-                choice = solve(setup, self.rebuilds, math.inf if best is None else best.step_s)
+                choice = solve(setup, self.rebuilds, below_s if best is None else best.step_s)
                 if choice is not None and (best is None or choice.step_s < best.step_s):
                     best = choice
             if best is not None:
@@ -154,26 +159,35 @@ class Task:
         )
 
 
-def make_plan(task: Task, tokens: int | None = None) -> Plan:
+def make_plan(tasks: Sequence[Task], tokens: int | None = None) -> Plan:
     """Plan a length, or the longest that fits.
+
+    Args:
+        tasks: ways to divide the same cluster, those with the most GPUs on a row first, as longer rows fit them.
 
     Raises:
         ConfigError: it does not fit, with the numbers.
     """
     if tokens is not None and tokens < 1:
         raise ConfigError(f"A row has at least one token, got {tokens}.")
-    longest = task.longest
+    longest = tasks[0].longest
     length = tokens or longest
-    choice = task.choose(length) if length else None
-    if choice is None:
-        raise task.too_long(length or LENGTH_STEP)
-    return plan_of(task, choice, longest)
+    found: tuple[Task, Choice] | None = None
+    for task in tasks if tokens else tasks[:1]:
+        replicas = task.cluster.gpus // task.degrees.size
+        fastest = 0.0 if found is None else SLOWER * found[1].tokens_per_s
+        below_s = task.rows * length * replicas / fastest if fastest else math.inf
+        choice = task.choose(length, below_s) if length else None
+        if choice is not None and choice.tokens_per_s > fastest:
+            found = task, choice
+    if found is None:
+        raise tasks[0].too_long(length or LENGTH_STEP)
+    return plan_of(*found, longest)
 
 
 def plan_of(task: Task, choice: Choice, longest: int | None) -> Plan:
     """Return the plan that a choice makes."""
     setup, degrees = choice.setup, task.degrees
-    tokens = setup.rows * setup.tokens * setup.data
     machine = setup.cluster.machine
     model_flops = setup.shape.flops(setup.rows, setup.tokens) * setup.data
     kernel = machine.rate("auto").name if task.kernel == "auto" else task.kernel
@@ -193,7 +207,8 @@ def plan_of(task: Task, choice: Choice, longest: int | None) -> Plan:
         gpu_bytes={cause: round(size) for cause, size in choice.gpu_bytes.items() if size},
         host_bytes={cause: round(size) for cause, size in choice.host_bytes.items() if size},
         seconds={cause: s for cause, s in choice.seconds.items() if s},
-        tokens_per_s=tokens / choice.step_s,
+        tokens_per_s=choice.tokens_per_s,
+        data_parallel_size=setup.data,
         mfu=model_flops / (choice.step_s * machine.peak_tflops * 1e12 * setup.cluster.gpus),
     )
 
@@ -226,4 +241,7 @@ def _reasons(task: Task, choice: Choice, kernel: str) -> Iterator[str]:
     if setup.optimizer.in_backward:
         yield "each parameter is stepped inside backward, as soon as its gradient is there"
     if task.degrees.size < setup.cluster.gpus:
-        yield f"{setup.data} data-parallel replicas"
+        yield (
+            f"{setup.data} data-parallel replicas of {task.degrees.size} GPU{'s' * (task.degrees.size > 1)}, "
+            f"{setup.data * setup.rows * setup.tokens:,} tokens a step"
+        )

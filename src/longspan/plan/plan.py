@@ -20,6 +20,7 @@ class Plan:
         reasons: why, one sentence each.
         seq_len: tokens of a row that the rest is about; None where no length has been seen yet.
         max_seq_len: the longest row that fits; None where it was not asked for.
+        data_parallel_size: replicas that train on rows of their own, of a plan made before anything runs.
         level: how much is computed again: `graph`, `1F` (attention's forward runs once), `2F` (twice), or two of them.
         memory: what each layer keeps, in which tiles.
         kv_exchange: how keys come to the queries of other ring ranks in the last batch, and why.
@@ -46,6 +47,7 @@ class Plan:
     seconds: Mapping[str, float] = field(default_factory=dict)
     tokens_per_s: float | None = None
     mfu: float | None = None
+    data_parallel_size: int = 1
 
     @property
     def step_s(self) -> float | None:
@@ -60,6 +62,7 @@ class Plan:
             "sequence_parallel": self.sequence_parallel_size,
             "ulysses": self.ulysses_degree,
             "ring": self.ring_degree,
+            "data_parallel": self.data_parallel_size,
         }
         return {**plain, "step_s": self.step_s, "reasons": list(self.reasons)}
 

@@ -44,6 +44,11 @@ class Choice:
     budget: Budget
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens that all replicas together train on."""
+        return self.setup.rows * self.setup.tokens * self.setup.data / self.step_s
+
+    @property
     def memory(self) -> Memory:
         """The decision as layers take it."""
         keeps = [keep for run in self.runs for keep in run.keeps] + [Keep.GRAPH] * self.graphs
@@ -86,6 +91,8 @@ def solve(setup: Setup, rebuilds: bool = True, below_s: float = math.inf) -> Cho
     """
     costs = Costs(setup)
     below_s -= sum(costs.clock.base.values()) + costs.plain_s[-1]
+    if below_s <= 0:
+        return None
     found: Choice | None = None
     for ledger in _ledgers(setup):
         room = _room(ledger)
