@@ -140,8 +140,8 @@ def shard_batch(
         the name `longspan`.
 
     Raises:
-        BatchError: a field is missing, unknown or of the wrong shape; padding on the left; documents that disagree;
-            fewer `num_items` than this batch has targets.
+        BatchError: a field is missing, unknown or of the wrong shape or type; padding on the left; documents that
+            disagree; fewer `num_items` than this batch has targets.
     """
     batch = present(batch)
     tokens = _tokens(batch)
@@ -154,16 +154,14 @@ def shard_batch(
     names = {*_TOKEN_FIELDS, *token_fields}
     given = {name: _aligned(name, value, rows, length) for name, value in batch.items() if name in names}
     passed = _passed(batch, names)
-    _refuse_cache(batch)
-    targets = 0 if labels is None else _count(labels)
     shard = Shard(
         mesh=mesh,
         layout=layout,
         mask=Mask(layout.length, documents.starts),
         rows=rows,
         max_position=documents.max_position,
-        targets=targets,
-        num_items=_checked_items(num_items, targets),
+        targets=_count(labels),
+        num_items=_checked_items(num_items, labels),
         lengths=documents.lengths,
         tile_tokens=tile_tokens,
         passed=tuple(passed),
@@ -186,7 +184,7 @@ def count_targets(batch: Mapping[str, Any]) -> int | Tensor:
     batch = present(batch)
     rows, length = batch_size(batch)
     labels = _shifted_labels(batch, Documents.find(batch, rows, length), rows, length)
-    return 0 if labels is None else _count(labels)
+    return _count(labels)
 
 
 def present(batch: Any) -> Mapping[str, Any]:
@@ -281,6 +279,7 @@ def _aligned(name: str, value: Any, rows: int, length: int) -> Tensor:
 
 def _passed(batch: Mapping[str, Any], cut_names: set[str]) -> dict[str, Any]:
     """Return the fields that go into the part as they are."""
+    _refuse_cache(batch)
     known = {*cut_names, *LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
     passed = {name: value for name, value in batch.items() if name not in known}
     for name, value in passed.items():
@@ -349,15 +348,17 @@ def _fingerprint(documents: Documents, fields: Mapping[str, Tensor | None]) -> i
     return seen
 
 
-def _checked_items(items: Any, targets: int | Tensor) -> int | Tensor | None:
-    """Return the targets of a step as they are, if they can be that; those on a GPU are not read back."""
+def _checked_items(items: Any, labels: Tensor | None) -> int | Tensor | None:
+    """Return the targets of a step as they are, if they can be that; what is on a GPU is not read back."""
     whole = isinstance(items, int) and not isinstance(items, bool) and items >= 0
     if isinstance(items, Tensor):
         whole = items.dim() == 0 and not items.dtype.is_floating_point and items.dtype != torch.bool
     if items is not None and not whole:
         raise BatchError(f"num_items counts targets: a whole number >= 0 or a 0-d integer tensor, got {items!r}.")
-    on_host = isinstance(items, int) or (isinstance(items, Tensor) and items.device.type == "cpu")
-    if on_host and isinstance(targets, int) and int(items) < targets:
+    if any(isinstance(values, Tensor) and values.device.type != "cpu" for values in (items, labels)):
+        return items
+    targets = _count(labels)
+    if items is not None and int(items) < targets:
         raise BatchError(
             f"num_items is {int(items)}, but this batch alone has {targets} targets: it counts those of the whole "
             "optimizer step, over all data ranks and accumulated micro-batches. Add up longspan.batch.count_targets of "
@@ -366,6 +367,8 @@ def _checked_items(items: Any, targets: int | Tensor) -> int | Tensor | None:
     return items
 
 
-def _count(labels: Tensor) -> int | Tensor:
+def _count(labels: Tensor | None) -> int | Tensor:
+    if labels is None:
+        return 0
     count = (labels != IGNORE_INDEX).sum()
     return count if count.is_cuda else int(count)

@@ -28,7 +28,7 @@ def fused_forward(self: Any, input_ids: Any = None, labels: Any = None, logits_t
     hidden, shift_labels, loss, logits = outputs.last_hidden_state, kwargs.pop("shift_labels", None), None, None
     if self.training and (labels is not None or shift_labels is not None):
         self.fused += 1
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100) if shift_labels is None else shift_labels
+        targets = shift_labels if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
         loss = F.cross_entropy((hidden @ self.lm_head.weight.T).flatten(0, 1), targets.flatten())
     else:
         logits = self.lm_head(hidden[:, slice(-logits_to_keep, None) if logits_to_keep else slice(None)])

@@ -237,16 +237,21 @@ class Forward:
             )
         names = (frozenset(kwargs) | frozenset(shard.passed)) - _MEANT_FOR_ATTENTION
         call = ForwardCall(applied, shard, names, labels, output)
+        self._listen(call, kwargs)
+        return call
+
+    def _listen(self, call: ForwardCall, kwargs: dict[str, Any]) -> None:
+        """Listen to the gates if the router's auxiliary loss, or its logits, are asked for."""
+        applied = self.applied
         asked, setting = kwargs.pop(ROUTER_LOGITS, None), getattr(applied.model.config, ROUTER_LOGITS, False)
         if setting or asked:
             kwargs[ROUTER_LOGITS] = False  # which keeps the model from computing a loss of its own
         if setting if asked is None else asked:
             router = applied.routers.known()
-            if output in ("loss", "scores"):
-                call.balance = Balance(router, real_tokens(shard, applied.parts.device))
+            if call.output in ("loss", "scores"):
+                call.balance = Balance(router, real_tokens(call.shard, applied.parts.device))
         if asked:  # by the caller, who wants the logits too
-            call.gates, call.compiler = GateLogits(applied.routers, shard), None
-        return call
+            call.gates, call.compiler = GateLogits(applied.routers, call.shard), None
 
 
 _MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})

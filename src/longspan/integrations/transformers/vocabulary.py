@@ -20,10 +20,10 @@ def check_vocabulary(parts: Parts, batch: Mapping[str, Any]) -> None:
     Raises:
         BatchError: names the token or label, and those that there are.
     """
-    known = getattr(parts.embedding, "num_embeddings", None)
+    known: Any = getattr(parts.embedding, "num_embeddings", None)
     if (wrong := _outside(batch.get("input_ids"), known)) is not None:
         raise BatchError(f"input_ids holds token {wrong}; the model knows 0 to {known - 1}. Is it another tokenizer's?")
-    logits = getattr(parts.head, "out_features", None)
+    logits: Any = getattr(parts.head, "out_features", None)
     for name in LABEL_FIELDS:
         if (wrong := _outside(batch.get(name), logits, IGNORE_INDEX)) is not None:
             raise BatchError(
