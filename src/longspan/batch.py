@@ -37,7 +37,7 @@ CACHES = ("past_key_values", "cache")
 """Names under which models of transformers take a KV cache."""
 
 _TOKEN_FIELDS = ("input_ids", "inputs_embeds", "token_type_ids")
-_LABEL_FIELDS = ("labels", "shift_labels")
+LABEL_FIELDS = ("labels", "shift_labels")
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def shard_batch(
     Args:
         batch: the same full batch on every sequence-parallel rank: input_ids [B, S] or inputs_embeds [B, S, d];
             labels [B, S], or shift_labels if they are shifted already; position_ids, attention_mask (right padding, or
-            integers that number the documents) and cu_seqlens as far as present.
-        num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches.
+            integers that number the documents) and cu_seqlens as far as present. A field that is None is absent.
+        num_items: targets of the whole optimizer step over data ranks and accumulated micro-batches, this one included.
         token_fields: names of further tensors [B, S, ...] that are to be cut like the tokens.
         tile_tokens: tokens per tile in which layers run; under Ulysses alone, tiles are interleaved over the ranks.
         axes: position_ids may be [3, B, S], of time, height and width, or [4, B, S] with those of text in front.
@@ -140,8 +140,10 @@ def shard_batch(
         the name `longspan`.
 
     Raises:
-        BatchError: a field is missing, unknown or of the wrong shape; padding on the left; documents that disagree.
+        BatchError: a field is missing, unknown or of the wrong shape or type; padding on the left; documents that
+            disagree; fewer `num_items` than this batch has targets.
     """
+    batch = present(batch)
     tokens = _tokens(batch)
     rows, length = tokens.shape[:2]
     _refuse_axes(None if axes else batch.get("position_ids"))
@@ -152,19 +154,18 @@ def shard_batch(
     names = {*_TOKEN_FIELDS, *token_fields}
     given = {name: _aligned(name, value, rows, length) for name, value in batch.items() if name in names}
     passed = _passed(batch, names)
-    _refuse_cache(batch)
     shard = Shard(
         mesh=mesh,
         layout=layout,
         mask=Mask(layout.length, documents.starts),
         rows=rows,
         max_position=documents.max_position,
-        targets=0 if labels is None else _count(labels),
-        num_items=_checked_items(num_items),
+        targets=_count(labels),
+        num_items=_checked_items(num_items, labels),
         lengths=documents.lengths,
         tile_tokens=tile_tokens,
         passed=tuple(passed),
-        fingerprint=_fingerprint(tokens, documents),
+        fingerprint=_fingerprint(documents, {**given, "shift_labels": labels}),
         exchange=decision,
     )
     part: dict[str, Any] = {name: shard.cut(value) for name, value in given.items()} | passed
@@ -180,16 +181,33 @@ def count_targets(batch: Mapping[str, Any]) -> int | Tensor:
     Raises:
         BatchError: as `shard_batch`.
     """
+    batch = present(batch)
     rows, length = batch_size(batch)
     labels = _shifted_labels(batch, Documents.find(batch, rows, length), rows, length)
-    return 0 if labels is None else _count(labels)
+    return _count(labels)
+
+
+def present(batch: Any) -> Mapping[str, Any]:
+    """Return the fields of a full batch that are not None.
+
+    Raises:
+        BatchError: it is no mapping, or cut already.
+    """
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"A batch is a mapping of field names to tensors, {{'input_ids': [B, S], 'labels': [B, S], ...}}, got "
+            f"{type(batch).__name__}."
+        )
+    if CONTEXT in batch:
+        raise BatchError("This batch is sharded already; shard the full batch once.")
+    return {name: value for name, value in batch.items() if value is not None}
 
 
 def batch_size(batch: Mapping[str, Any]) -> tuple[int, int]:
     """Return the rows of a full batch, and their tokens.
 
     Raises:
-        BatchError: it has no tokens, or is cut already.
+        BatchError: it has no tokens.
     """
     rows, tokens = _tokens(batch).shape[:2]
     return rows, tokens
@@ -215,27 +233,32 @@ def uncut(parts: Sequence[Tensor], layout: Layout) -> Tensor:
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
-    if CONTEXT in batch:
-        raise BatchError("This batch is sharded already; shard the full batch once.")
-    present = [name for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
-    if len(present) != 1:
+    names = [name for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
+    if len(names) != 1:
         raise BatchError(f"A batch needs input_ids or inputs_embeds, and not both; it has {sorted(batch)}.")
-    tokens = batch[present[0]]
-    dims = 2 if present[0] == "input_ids" else 3
+    name, tokens = names[0], batch[names[0]]
+    dims = 2 if name == "input_ids" else 3
     if not isinstance(tokens, Tensor) or tokens.dim() != dims or 0 in tokens.shape[:2]:
         shape = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise BatchError(
-            f"{present[0]} must be a tensor {'[B, S]' if dims == 2 else '[B, S, d]'} with at least one token, "
-            f"got {shape}."
+            f"{name} must be a tensor {'[B, S]' if dims == 2 else '[B, S, d]'} with at least one token, got {shape}."
         )
-    return tokens
+    return tokens if dims == 3 else _integers(name, tokens)
+
+
+def _integers(name: str, field: Tensor) -> Tensor:
+    if field.is_floating_point() or field.is_complex() or field.dtype == torch.bool:
+        raise BatchError(f"{name} must hold integers, numbers of tokens, got {field.dtype}.")
+    return field
 
 
 def _check_token_fields(batch: Mapping[str, Any], token_fields: Sequence[str]) -> None:
+    if isinstance(token_fields, str):
+        raise BatchError(f"token_fields is a sequence of names, got {token_fields!r}; pass ({token_fields!r},).")
     for name in token_fields:
         if name not in batch:
             raise BatchError(f"token_fields names '{name}', which the batch does not have; it has {sorted(batch)}.")
-        if name in (*_LABEL_FIELDS, *DOCUMENT_FIELDS, "use_cache"):
+        if name in (*LABEL_FIELDS, *DOCUMENT_FIELDS, "use_cache"):
             raise BatchError(f"token_fields names '{name}', which is cut without being named; leave it out.")
 
 
@@ -256,7 +279,8 @@ def _aligned(name: str, value: Any, rows: int, length: int) -> Tensor:
 
 def _passed(batch: Mapping[str, Any], cut_names: set[str]) -> dict[str, Any]:
     """Return the fields that go into the part as they are."""
-    known = {*cut_names, *_LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
+    _refuse_cache(batch)
+    known = {*cut_names, *LABEL_FIELDS, *DOCUMENT_FIELDS, *CACHES, "use_cache"}
     passed = {name: value for name, value in batch.items() if name not in known}
     for name, value in passed.items():
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -284,9 +308,10 @@ def _shifted_labels(batch: Mapping[str, Any], documents: Documents, rows: int, l
     if labels is not None and shifted is not None:
         raise BatchError("A batch holds labels or shift_labels, not both.")
     if shifted is not None:
-        documents.refuse_labels_on_padding(_aligned("shift_labels", shifted, rows, length), IGNORE_INDEX)
+        shifted = _integers("shift_labels", _aligned("shift_labels", shifted, rows, length))
+        documents.refuse_labels_on_padding(shifted, IGNORE_INDEX)
         return shifted
-    labels = _aligned("labels", labels, rows, length)
+    labels = _integers("labels", _aligned("labels", labels, rows, length))
     documents.refuse_labels_on_padding(labels, IGNORE_INDEX)
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if documents.starts is not None:
@@ -311,23 +336,39 @@ def _divide(documents: Documents, mesh: Mesh, tile_tokens: int | None, rule: Exc
     return (divided if decision.exchange == "gather" else plain), decision
 
 
-def _fingerprint(tokens: Tensor, documents: Documents) -> int:
-    """Return a number that tells batches apart: by shape and documents, and by content where that is on the host."""
-    seen = zlib.crc32(repr((tuple(tokens.shape), documents.starts, documents.lengths)).encode())
-    if tokens.device.type == "cpu":
-        seen = zlib.crc32(tokens.detach().contiguous().view(torch.uint8).numpy().data, seen)
+def _fingerprint(documents: Documents, fields: Mapping[str, Tensor | None]) -> int:
+    """Return a number that tells batches apart: by documents and shapes, and by content that is on the host."""
+    seen = zlib.crc32(repr((documents.starts, documents.lengths)).encode())
+    for name, values in fields.items():
+        if values is None:
+            continue
+        seen = zlib.crc32(repr((name, tuple(values.shape), values.dtype)).encode(), seen)
+        if values.device.type == "cpu":
+            seen = zlib.crc32(values.detach().contiguous().view(torch.uint8).numpy().data, seen)
     return seen
 
 
-def _checked_items(items: Any) -> int | Tensor | None:
+def _checked_items(items: Any, labels: Tensor | None) -> int | Tensor | None:
+    """Return the targets of a step as they are, if they can be that; what is on a GPU is not read back."""
     whole = isinstance(items, int) and not isinstance(items, bool) and items >= 0
     if isinstance(items, Tensor):
         whole = items.dim() == 0 and not items.dtype.is_floating_point and items.dtype != torch.bool
     if items is not None and not whole:
         raise BatchError(f"num_items counts targets: a whole number >= 0 or a 0-d integer tensor, got {items!r}.")
+    if any(isinstance(values, Tensor) and values.device.type != "cpu" for values in (items, labels)):
+        return items
+    targets = _count(labels)
+    if items is not None and int(items) < targets:
+        raise BatchError(
+            f"num_items is {int(items)}, but this batch alone has {targets} targets: it counts those of the whole "
+            "optimizer step, over all data ranks and accumulated micro-batches. Add up longspan.batch.count_targets of "
+            "these, let handle.loader count, or leave num_items out where the step is this one batch."
+        )
     return items
 
 
-def _count(labels: Tensor) -> int | Tensor:
+def _count(labels: Tensor | None) -> int | Tensor:
+    if labels is None:
+        return 0
     count = (labels != IGNORE_INDEX).sum()
     return count if count.is_cuda else int(count)

@@ -55,15 +55,14 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Part]:
         source = iter(self.batches)
-        self.consumed = 0
-        for _ in range(self._skip):
+        self.consumed, self._skip = self._skip, 0
+        for _ in range(self.consumed):
             next(source, None)
-            self.consumed += 1
-        self._skip = 0
         while True:
             group = list(islice(source, self.accumulation))
             if not self._all_full(len(group) == self.accumulation):
                 self.dropped = len(group)
+                self.consumed = 0  # what is saved from here on is the start of the next epoch
                 return
             parts, items = self._cut(group)
             for part in parts:
@@ -71,7 +70,9 @@ class ShardedLoader:
                 yield part | {CONTEXT: replace(part[CONTEXT], num_items=items)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where iteration stands; the inner loader's own state comes first if it keeps one.
+        """Return where iteration stands: after its end, at the start of the next epoch.
+
+        An inner loader that keeps a state itself says where it stands instead.
 
         Raises:
             BatchError: in the middle of a group, from which iteration cannot be continued.
@@ -88,8 +89,7 @@ class ShardedLoader:
         """Continue from `state_dict` at the next iteration."""
         if "inner" in state:
             self.batches.load_state_dict(state["inner"])  # type: ignore[attr-defined]
-        else:
-            self._skip = int(state["consumed"])
+        self.consumed = self._skip = 0 if "inner" in state else int(state["consumed"])
 
     def _all_full(self, full: bool) -> bool:
         flag = torch.tensor([int(full)], device=self.mesh.device_type)

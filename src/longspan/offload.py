@@ -49,7 +49,7 @@ def offload_checkpoints(
         keep_last_count: the newest inputs, which backward needs first and which stay on the device.
 
     Raises:
-        ConfigError: a negative number.
+        ConfigError: a negative number, or neither true nor false.
 
     Cost: per input one copy to the host and one back. On the device are, besides the input at work, at most
         `max_fwd_stash_count + keep_last_count` inputs. No host sync with pinned memory.
@@ -63,6 +63,9 @@ def offload_checkpoints(
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}.")
+    for name, value in (("use_pin_memory", use_pin_memory), ("use_streams", use_streams)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}.")
     pool = Pool(max_cpu_buffer_pool_count, use_pin_memory)
     return OffloadedCheckpoints(pool, use_streams, min_offload_bytes, max_fwd_stash_count, keep_last_count)
 

@@ -121,6 +121,10 @@ def resumed(kind: type) -> None:
         assert begun + [part["name"] for part in third] == names
         assert begun + [part["name"] for part in other] == names
     loader = adapter(kind(batches(rank)))
+    assert [part["name"] for part in loader] == names
+    other = adapter(kind(batches(rank)))
+    other.load_state_dict(loader.state_dict())
+    assert [part["name"] for part in other] == names, "the next epoch, as a whole"
     for part in loader:
         assert part["name"] == names[0]
         break

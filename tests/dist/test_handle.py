@@ -488,19 +488,23 @@ def test_impossible_topologies_are_refused(run_ranks: RunRanks) -> None:
     assert all(len(each) == 8 for each in told)
 
 
-def unlike_batches(shapes_differ: bool) -> str:
+def unlike_batches(differ: str) -> str:
     """Give the two ranks of a sequence different batches."""
     rank = dist.get_rank()
     handle = longspan.prepare(build("llama"), 2)
-    rows = Rows([[20 + 4 * rank]]) if shapes_differ else Rows([[20]], seed=rank)
+    rows = Rows([[20 + 4 * rank]]) if differ == "shapes" else Rows([[20]], seed=rank)
+    batch = rows.batch()
+    if differ == "labels":
+        batch = Rows([[20]]).batch()
+        batch["labels"][0, 3] += rank
     with pytest.raises(BatchError) as told:
-        handle.model(**handle.shard(rows.batch()))
+        handle.model(**handle.shard(batch))
     return str(told.value)
 
 
-@pytest.mark.parametrize("shapes_differ", [False, True])
-def test_ranks_of_a_sequence_must_share_their_batches(run_ranks: RunRanks, shapes_differ: bool) -> None:
-    for told in run_ranks(2, unlike_batches, shapes_differ):
+@pytest.mark.parametrize("differ", ["tokens", "shapes", "labels"])
+def test_ranks_of_a_sequence_must_share_their_batches(run_ranks: RunRanks, differ: str) -> None:
+    for told in run_ranks(2, unlike_batches, differ):
         assert "were given different batches" in told
 
 
@@ -697,7 +701,7 @@ def counted_syncs(layers: int) -> int:
     """Count the reads of tensor values on the host in a forward and backward pass."""
     model = build("llama", layers=layers)
     handle = longspan.prepare(model, 2, ring_degree=1)
-    part = handle.shard(PACKED.batch(), num_items=10)
+    part = handle.shard(PACKED.batch(), num_items=PACKED.targets())
     reads = 0
 
     def counting(name: str) -> Callable[..., Any]:

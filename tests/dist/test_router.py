@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -176,6 +177,39 @@ def test_experts_are_chosen_alike_in_every_run(run_ranks: RunRanks, experts: str
         run_ranks(1, choices_case, experts, keep, autocast)
 
 
+def router_logits(family: str, ring: int, memory: Memory) -> Errors:
+    """Gather what the gates of a divided, packed, padded batch return; compare with each document alone."""
+    with float64_throughout():
+        model = make(family)
+        plain = copy.deepcopy(model)
+        handle = longspan.prepare(model, 2, ring_degree=ring, memory=memory)
+        part = handle.shard(PADDED.batch())
+        out = model(**part, output_router_logits=True)
+        assert all(layer.shape == (*part["input_ids"].shape, model.num_experts) for layer in out.router_logits)
+        with pytest.raises(ModelError, match="no way back to the layers: detach them"):
+            (out.loss + out.router_logits[0].sum()).backward()
+        full = [handle.gather(layer.detach(), part) for layer in out.router_logits]
+        if find_spec("accelerate"):
+            from longspan.integrations.trainer.model import FullBatch
+
+            for_trainer = FullBatch(handle, ())(**PADDED.batch(), output_router_logits=True).router_logits
+            assert all(map(torch.equal, for_trainer, (layer.flatten(0, 1) for layer in full)))
+        alone = [plain(input_ids=ids[None], use_cache=False).router_logits for ids, _ in PADDED.alone()]
+        wanted = [torch.cat(layer).detach() for layer in zip(*alone, strict=True)]
+    real = torch.arange(full[0].shape[1]) < torch.tensor([sum(row) for row in PADDED.documents])[:, None]
+    assert len(full) == len(wanted) == 2 and not any(layer[~real].any() for layer in full)
+    return {str(i): relative(layer[real], wanted[i]) for i, layer in enumerate(full)}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "compiled"])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_router_logits_are_those_of_one_device(run_ranks: RunRanks, ring: int, way: str) -> None:
+    memory = WAYS.get(way, Memory(3, Keep.X_O, "eager"))
+    for family in ("qwen3-moe", "mixtral") if way == "x+O" else ("qwen3-moe",):
+        for errors in run_ranks(2, router_logits, family, ring, memory):
+            assert all(error <= TOLERANCE for error in errors.values()), errors
+
+
 def borders_case() -> None:
     """What surrounds the auxiliary loss: transformers' own recorder, arguments, copies, removal, refusals."""
     batch = {"input_ids": torch.arange(1, 13)[None], "labels": torch.arange(1, 13)[None]}
@@ -188,7 +222,10 @@ def borders_case() -> None:
         part = handle.shard(batch)
         out = model(**part)
         assert apart(float(out.loss), float(plain.loss)) < TOLERANCE
-        assert out.router_logits is None
+        assert out.router_logits is None, "the config asks for the loss alone"
+        hooks = [len(gate._forward_hooks) for gate in handle.routers.gates]
+        assert len(model(**part, output_router_logits=True).router_logits) == 2
+        assert [len(gate._forward_hooks) for gate in handle.routers.gates] == hooks
         assert apart(float(out.aux_loss), float(plain.aux_loss)) < TOLERANCE
         off = model(**part, output_router_logits=False)
         assert apart(float(out.loss - COEFFICIENT * out.aux_loss), float(off.loss)) < TOLERANCE
@@ -205,6 +242,9 @@ def borders_case() -> None:
         twin.model.layers[0].mlp.gate = type(gate)(twin.config).double()
         with pytest.raises(ModelError, match="1 gates ran in a model that has 2"):
             twin(**part)
+        twin.config.output_router_logits = False
+        with pytest.raises(ModelError, match="A gate did not see each of 12 tokens once"):
+            twin._longspan_applied.token_logps({**part, "output_router_logits": True})
         twin._longspan_applied.remove()
         assert handle.routers.router is not None and handle.routers.router.tap.gates(model) == 2
         handle.remove()

@@ -123,6 +123,41 @@ def test_a_whole_batch_does_not_disturb_a_part(run_ranks: Any) -> None:
             torch.testing.assert_close(logits * mask, (expected * mask).detach())
 
 
+def two_parts(copies: bool) -> list[Tensor]:
+    """Return whole logits of two parts, of other lengths, which are given back in the other order."""
+    strategy = SequenceParallelStrategy(None, {"ulysses_size": 2}, build())
+    strategy.initialize()
+    model: Any = strategy.model
+    parts = [strategy.preprocess_inputs({k: v for k, v in each.items() if k != "labels"}) for each in two_batches()]
+    assert parts[0]["input_ids"].shape == parts[1]["input_ids"].shape, "so that shapes tell nothing"
+    if not copies:
+        made = [model(**part) for part in parts]
+        return [strategy.postprocess(out).logits.detach() for out in reversed(made)][::-1]
+    found = [strategy.postprocess(model(**part).logits * 1).detach() for part in parts]
+    copied = [model(**part).logits * 1 for part in parts]
+    with pytest.raises(BatchError, match="the model has run several times since .* strategy.handle.gather"):
+        strategy.postprocess(copied[0])
+    with pytest.raises(BatchError, match="the model has run not once since"):
+        strategy.postprocess(copied[1])
+    return found
+
+
+def two_batches() -> list[dict[str, Tensor]]:
+    whole = batch()
+    return [whole, {"input_ids": whole["input_ids"].flip(1)}]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_outputs_find_the_part_they_are_of(run_ranks: Any, copies: bool) -> None:
+    """A wrapper for mixed precision copies outputs; then only their order tells."""
+    model = build()
+    for found in run_ranks(2, two_parts, copies):
+        for logits, given in zip(found, two_batches(), strict=True):
+            real = given.get("attention_mask", torch.ones(2, 21))[..., None]
+            expected = model(input_ids=given["input_ids"], attention_mask=real[..., 0]).logits * real
+            torch.testing.assert_close(logits, expected.detach(), rtol=REL, atol=REL)
+
+
 def settings() -> None:
     rank = dist.get_rank()
     model, whole = build(), {k: v for k, v in batch().items() if k != "labels"}

@@ -330,7 +330,9 @@ def test_the_row_of_a_refused_model(mixing: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--sp 0", "--ulysses x --ring must make --sp"),
+        ("--sp 0", "--sp must be at least 1, got 0"),
+        ("--sp 4 --ulysses -2", "--ulysses must be at least 1, got -2"),
+        ("--sp 4 --ring 0", "--ring must be at least 1, got 0"),
         ("--sp 4 --ulysses 3", "--ulysses x --ring must make --sp"),
         ("--sp 4 --ulysses 2 --ring 4", "--ulysses x --ring must make --sp"),
         ("--seq-len 1.5K", "--seq-len 1.5K is not a size"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import BatchEncoding, DataCollatorWithFlattening
 
-from longspan.batch import CONTEXT, IGNORE_INDEX, Shard, shard_batch, uncut
+from longspan.batch import CONTEXT, IGNORE_INDEX, Shard, count_targets, shard_batch, uncut
 from longspan.errors import BatchError
 from longspan.mesh import Axis, Mesh
 
@@ -160,11 +160,43 @@ def test_inputs_embeds_keep_their_gradient() -> None:
     assert torch.equal(embeds.grad, torch.ones_like(embeds))
 
 
-def test_scalars_strings_and_nones_pass_through() -> None:
-    extra = {"name": "a row", "temperature": 0.5, "step": torch.tensor(3), "nothing": None, "sources": ["a", "b"]}
+def test_scalars_and_strings_pass_through() -> None:
+    extra = {"name": "a row", "temperature": 0.5, "step": torch.tensor(3), "sources": ["a", "b"]}
     part = one(batch_of(**extra))
     assert {name: part[name] for name in extra} == extra
     assert part[CONTEXT].passed == tuple(extra)
+
+
+@pytest.mark.parametrize("name", ["inputs_embeds", "token_type_ids", "cu_seqlens", "use_cache", "something"])
+def test_a_field_that_is_none_is_absent(name: str) -> None:
+    assert one({**batch_of(), name: None}).keys() == one(batch_of()).keys()
+
+
+@pytest.mark.parametrize("items", [0, 19, torch.tensor(19)])
+def test_a_step_has_no_fewer_targets_than_its_batch(items: Any) -> None:
+    """The loss would be a sum in place of a mean, or larger than one."""
+    for exact in (20, torch.tensor(20), torch.tensor(21, dtype=torch.int32)):
+        assert one(batch_of(), num_items=exact)[CONTEXT].num_items is exact
+    assert one({"input_ids": torch.arange(6)[None]}, num_items=0)[CONTEXT].num_items == 0
+    with pytest.raises(
+        BatchError, match=rf"num_items is {int(items)}, but this batch alone has 20 targets.*leave num_"
+    ):
+        one(batch_of(), num_items=items)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "labels", "shift_labels", "weights", "token_type_ids", "inputs_embeds"])
+def test_batches_that_differ_in_a_field_have_other_fingerprints(name: str) -> None:
+    def mark(change: int) -> int:
+        fields = {**batch_of(), "weights": torch.ones(2, 11), "token_type_ids": torch.zeros(2, 11, dtype=torch.long)}
+        if name == "shift_labels":
+            fields[name] = fields.pop("labels")
+        if name == "inputs_embeds":
+            fields[name] = fields.pop("input_ids")[..., None].float()
+        fields[name][1, 5] += change
+        return one(fields, token_fields=("weights",))[CONTEXT].fingerprint
+
+    assert mark(0) == mark(0)
+    assert mark(0) != mark(1)
 
 
 def test_num_items_travels_with_the_part() -> None:
@@ -199,11 +231,28 @@ def test_small_integer_types_work(dtype: torch.dtype) -> None:
         ({"attention_mask": torch.ones(2, 1, 11, 11)}, "per pair of tokens"),
         ({"attention_mask": torch.tensor([[0] + [1] * 10] * 2)}, "Pad on the right"),
         ({CONTEXT: object()}, "sharded already"),
+        ({"input_ids": torch.rand(2, 11)}, r"input_ids must hold integers, .* got torch.float32"),
+        ({"input_ids": torch.ones(2, 11, dtype=torch.bool)}, r"got torch.bool"),
+        ({"labels": torch.rand(2, 11)}, r"labels must hold integers, .* got torch.float32"),
+        ({"labels": None, "shift_labels": torch.rand(2, 11)}, r"shift_labels must hold integers"),
     ],
 )
 def test_a_batch_that_cannot_be_sharded_is_refused(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(BatchError, match=told):
         one(batch_of(**fields))
+
+
+@pytest.mark.parametrize("batch", [None, [1, 2], torch.arange(3)])
+def test_a_batch_is_a_mapping(batch: Any) -> None:
+    for reads in (one, count_targets):
+        with pytest.raises(BatchError, match=f"A batch is a mapping .*, got {type(batch).__name__}"):
+            reads(batch)
+
+
+def test_token_fields_are_no_string() -> None:
+    """Which would be read letter by letter."""
+    with pytest.raises(BatchError, match=r"got 'weight'; pass \('weight',\)"):
+        one(batch_of(weight=torch.ones(2, 11)), token_fields="weight")
 
 
 @pytest.mark.parametrize(

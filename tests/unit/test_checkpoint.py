@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
+from longspan.config import parse_config
 from longspan.errors import ConfigError, TrainingError
-from longspan.train.checkpoint import check_output, clear_output, full_state, write_folder
+from longspan.train import checkpoint
+from longspan.train.checkpoint import check_output, clear_output, full_state, try_output, write_folder
+from longspan.train.preflight import preflight
 from longspan.train.watchdog import report_file
 
 
@@ -29,6 +33,32 @@ def test_output_folders(tmp_path: Path) -> None:
         check_output(tmp_path / "mine.txt", overwrite=True)
     with pytest.raises(ConfigError, match="cannot be created"):
         check_output(tmp_path / "mine.txt" / "out", overwrite=True)
+
+
+def test_an_output_folder_is_made_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_output(tmp_path / "new" / "deep")
+    try_output(tmp_path / "new" / "deep")
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(checkpoint, "TemporaryFile", Mock(side_effect=full))
+    with pytest.raises(ConfigError, match=r"output_dir .*deep cannot be written: No space left on device\. Name"):
+        try_output(tmp_path / "new" / "deep")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc, whose permissions promise too much")
+def test_a_folder_that_cannot_be_made_stops_a_run_before_its_model(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("a text to train on")
+    values = {
+        "model": {"name": "tiny-llama", "init": "random"},
+        "data": {"files": [str(tmp_path / "data.txt")]},
+        "sequence_length": 64,
+        "max_steps": 1,
+        "output_dir": "/proc/x",
+    }
+    with pytest.raises(ConfigError, match="output_dir /proc/x cannot be (written|created)"):
+        preflight(parse_config(values), 1)
+    preflight(parse_config({**values, "output_dir": str(tmp_path / "out")}), 1)
+    assert (tmp_path / "out").is_dir()
 
 
 def test_clearing_leaves_what_is_not_ours(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_parts_of_a_group_carry_the_targets_of_the_whole_step() -> None:
 def test_every_epoch_starts_anew_and_what_fills_no_group_is_counted() -> None:
     loader = ShardedLoader(batches(5), shard, Mesh(), accumulation=2)
     assert firsts(loader) == [0, 1, 2, 3]
-    assert (loader.dropped, loader.consumed, len(loader)) == (1, 4, 4)
+    assert (loader.dropped, len(loader)) == (1, 4)
     assert firsts(loader) == [0, 1, 2, 3]
 
 
@@ -65,6 +65,23 @@ def test_resume_continues_behind_what_was_consumed() -> None:
     assert [int(part["input_ids"][0, 0]) for part in taken] == [0, 1]
     assert firsts(again) == [2, 3, 4, 5]
     assert firsts(again) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_state_saved_after_an_epoch_is_the_start_of_the_next() -> None:
+    loader = ShardedLoader(batches(5), shard, Mesh(), accumulation=2)
+    assert firsts(loader) == [0, 1, 2, 3]
+    again = ShardedLoader(batches(5), shard, Mesh(), accumulation=2)
+    again.load_state_dict(loader.state_dict())
+    assert firsts(again) == [0, 1, 2, 3]
+
+
+def test_a_state_that_was_just_loaded_is_that_state() -> None:
+    loader = ShardedLoader(batches(6), shard, Mesh(), accumulation=2)
+    firsts(loader)
+    loader.load_state_dict({"consumed": 4})
+    again = ShardedLoader(batches(6), shard, Mesh(), accumulation=2)
+    again.load_state_dict(loader.state_dict())
+    assert firsts(again) == firsts(loader) == [4, 5]
 
 
 class Stateful:

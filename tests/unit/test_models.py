@@ -49,6 +49,15 @@ def test_overrides_of_a_folder(tmp_path: Path) -> None:
         load_model_config(named(str(tmp_path), overrides={"hidden_size": "wide"}))
 
 
+def test_overrides_take_sizes_where_a_field_is_a_whole_number(tmp_path: Path) -> None:
+    load_model_config(named()).save_pretrained(tmp_path)
+    for name in ("tiny-llama", str(tmp_path)):
+        config = load_model_config(named(name, overrides={"max_position_embeddings": "1M", "hidden_act": "relu"}))
+        assert (config.max_position_embeddings, config.hidden_act) == (2**20, "relu")
+        with pytest.raises(ConfigError, match="1MB"):
+            load_model_config(named(name, overrides={"max_position_embeddings": "1MB"}))
+
+
 @pytest.mark.parametrize("overrides", [{"hiden_size": 8}, {"hidden_size": "wide"}, {"name": 3}])
 def test_overrides_of_a_preset_that_cannot_be(overrides: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="tiny-llama"):

@@ -371,6 +371,13 @@ def test_negative_numbers_are_refused(name):
             longspan.offload_checkpoints(**{name: value})  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("name", ["use_pin_memory", "use_streams"])
+def test_what_is_neither_true_nor_false_is_refused(name):
+    for value in ("x", "False", 1, None):
+        with pytest.raises(ConfigError, match=f"{name} must be True or False, got {value!r}"):
+            longspan.offload_checkpoints(**{name: value})  # pyright: ignore[reportArgumentType]
+
+
 def test_a_torch_that_saves_otherwise_is_refused(monkeypatch):
     monkeypatch.setattr(offload, "_GENERATOR", None)
     with pytest.raises(TrainingError, match="saves the inputs of checkpointed regions in a way"):

@@ -432,6 +432,21 @@ def test_tokens_that_the_model_does_not_know_are_named(handle: Any, token: int) 
         handle.shard(batch(input_ids=ids))  # before any rank enters a collective
 
 
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+@pytest.mark.parametrize("label", [32, 999, -1, -101])
+def test_labels_that_the_head_does_not_know_are_named(handle: Any, name: str, label: int) -> None:
+    labels = torch.arange(1, 13)[None]
+    labels[0, 3], labels[0, -1] = -100, label
+    with pytest.raises(BatchError, match=f"{name} holds {label}; the model's head has logits 0 to 31, and -100 marks"):
+        handle.shard({"input_ids": torch.arange(1, 13)[None], name: labels})  # before any rank enters a collective
+
+
+@pytest.mark.parametrize("nothing", [None, 3])
+def test_a_batch_that_is_none_is_named(handle: Any, nothing: Any) -> None:
+    with pytest.raises(BatchError, match=f"A batch is a mapping of field names .*, got {type(nothing).__name__}"):
+        handle.shard(nothing)
+
+
 def test_gathering_logits_that_were_not_asked_for(handle: Any) -> None:
     part = handle.shard(batch())
     with pytest.raises(BatchError, match="prepared with logits=True"):

@@ -106,9 +106,12 @@ def check_degrees(sp: int, ulysses: int | None, ring: int | None) -> None:
     Raises:
         TopologyError: with the numbers.
     """
+    for name, count in (("--sp", sp), ("--ulysses", ulysses), ("--ring", ring)):
+        if count is not None and count < 1:
+            raise TopologyError(f"{name} must be at least 1, got {count}.")
     made = (ulysses or 1) * (ring or 1)
     both = ulysses is not None and ring is not None
-    if min(sp, ulysses or 1, ring or 1) < 1 or sp % made or (both and made != sp):
+    if sp % made or (both and made != sp):
         raise TopologyError(
             f"--ulysses x --ring must make --sp, got {ulysses} and {ring} for {sp}: give one of them, a divisor, or "
             "neither."

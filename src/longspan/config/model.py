@@ -63,7 +63,7 @@ class ModelConfig(Section):
         "Weights: 'pretrained' loads them, 'random' draws them from the seed.", "pretrained", example="random"
     )
     overrides: dict[str, Any] = _field(
-        "Fields of the model's own config to replace; they are saved with the model.",
+        "Fields of the model's own config to replace, whole numbers also as 128K; they are saved with the model.",
         {},
         example="{num_hidden_layers: 2}",
     )

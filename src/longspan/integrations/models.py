@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from longspan.config import ModelConfig
+from longspan.config import ModelConfig, parse_size
 from longspan.errors import ConfigError
 from longspan.integrations.positions import rope_fields, window_advice, window_tokens
 from longspan.integrations.presets import PRESETS, preset_config
@@ -43,7 +43,8 @@ def _own_config(model: ModelConfig) -> PretrainedConfig:
                 f"model.name: {model.name} is a preset, which has no weights to load. Set model.init: random, or give "
                 "a folder or hub id."
             )
-        return _checked(lambda: preset_config(model.name, **model.overrides), model.overrides, model.name)
+        overrides = _with_sizes(model.overrides, preset_config(model.name).get_text_config())
+        return _checked(lambda: preset_config(model.name, **overrides), overrides, model.name)
     config = _read_config(model.name)
     fields = config.to_dict()
     for name in model.overrides.keys() - fields.keys():
@@ -52,7 +53,8 @@ def _own_config(model: ModelConfig) -> PretrainedConfig:
         raise ConfigError(f"model.overrides: {type(config).__name__} has no field {name!r}.{hint}")
     if not model.overrides:
         return config
-    return _checked(lambda: type(config).from_dict(_with_derived(config, model.overrides)), model.overrides, model.name)
+    overrides = _with_sizes(model.overrides, config)
+    return _checked(lambda: type(config).from_dict(_with_derived(config, overrides)), overrides, model.name)
 
 
 def build_model(
@@ -162,6 +164,17 @@ def _checked(build: Callable[[], PretrainedConfig], fields: dict[str, Any], name
     except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = str(error).strip().splitlines()[-1].strip() if str(error).strip() else type(error).__name__
         raise ConfigError(f"model: the fields {fields} do not fit {name}: {reason}.") from None
+
+
+def _with_sizes(overrides: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """Read sizes, such as 128K and 1M, where the config's own field is a whole number."""
+    read = dict(overrides)
+    for name, value in overrides.items():
+        own = getattr(config, name, None)
+        if isinstance(value, str) and isinstance(own, int) and not isinstance(own, bool):
+            with suppress(ValueError):  # what is no size is refused by the config itself
+                read[name] = parse_size(value)
+    return read
 
 
 def _with_derived(config: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:

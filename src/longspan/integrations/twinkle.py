@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from longspan.batch import CONTEXT, Shard
 from longspan.errors import BatchError, ConfigError, ModelError, TopologyError
@@ -90,7 +91,8 @@ class SequenceParallelStrategy:
         self.config = SequenceParallelConfig.of(sp_config)
         self.device_mesh, self.model, self.tokenizer_id = device_mesh, model, tokenizer_id
         self.handle: Applied | None = None
-        self._shard: Shard | None = None
+        self._made: Any = WeakTensorKeyDictionary()  # logits -> the shard they are of, None for whole ones
+        self._since: list[Shard | None] = []  # the last forwards, two at most, since the last postprocess
 
     @property
     def size(self) -> int:
@@ -133,35 +135,56 @@ class SequenceParallelStrategy:
         if self.handle is None:
             self._require_initialized()
             return dict(inputs)
-        part = self.handle.shard(inputs)
-        self._shard = part[CONTEXT]
-        return part
+        return self.handle.shard(inputs)
 
     def postprocess(self, outputs: Any) -> Any:
-        """Give outputs of a part from `preprocess_inputs` whole logits, with `gather_logits`; others stay as they are.
+        """Give outputs of a part from `preprocess_inputs` whole logits, with `gather_logits`; whole ones stay.
 
-        Differentiable: a loss that every rank computes alike from whole logits has the gradients of one process, under
-        engines that average them.
+        Outputs come in any order, as the model returned them. Those that a wrapper has copied, as for mixed precision,
+        come right after their forward. Differentiable: a loss that every rank computes alike from whole logits has the
+        gradients of one process, under engines that average them.
+
+        Raises:
+            BatchError: copied logits, with no forward since the last call or several.
         """
-        shard, self._shard = self._shard, None
+        since, self._since = self._since, []
+        logits = _logits(outputs)
+        if self.handle is None or logits is None or not self.config.gather_logits:
+            return outputs
+        if logits not in self._made and len(since) != 1:
+            raise BatchError(
+                "These logits are not those that the model returned, but a copy, and the model has run "
+                f"{'several times' if since else 'not once'} since the last postprocess: call it right after each "
+                "forward, or call strategy.handle.gather(logits, part) with the part they were computed from."
+            )
+        shard = self._made[logits] if logits in self._made else since[0]
         return outputs if shard is None else self._gathered(outputs, shard)
 
     postprocess_outputs = postprocess
 
     def _gathered(self, outputs: Any, shard: Shard) -> Any:
-        logits = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+        logits = _logits(outputs)
         if self.handle is None or logits is None or not self.config.gather_logits:
             return outputs
         whole = self.handle.gather(logits, shard)
+        self._made[whole] = None
         if isinstance(outputs, Tensor):
             return whole
         return type(outputs)(**{**outputs, "logits": whole})
+
+    def _returned(self, outputs: Any, shard: Shard | None) -> Any:
+        """Remember what a forward returned: logits of a part, or whole ones."""
+        logits = _logits(outputs)
+        if logits is not None:
+            self._made[logits] = shard
+        self._since = [*self._since, shard][-2:]
+        return outputs
 
     def remove(self) -> None:
         """Give the model back as it was."""
         if self.handle is not None:
             self.handle.remove()
-        self.handle, self._shard = None, None
+        self.handle, self._since = None, []
 
     def _require_initialized(self) -> None:
         if self.size > 1:
@@ -180,12 +203,17 @@ class _ShardingForward:
         handle = strategy.handle
         assert handle is not None
         if handle.bypassed or CONTEXT in kwargs:
-            return self.prepared(*args, **kwargs)
+            return strategy._returned(self.prepared(*args, **kwargs), kwargs.get(CONTEXT))
         if len(args) > 1 or (args and "input_ids" in kwargs):
             raise BatchError(f"Pass a batch by name; got {len(args)} tensors without one.")
         batch = {**({"input_ids": args[0]} if args else {}), **kwargs}
-        part = handle.shard({name: value for name, value in batch.items() if value is not None})
-        return strategy._gathered(self.prepared(**part), part[CONTEXT])
+        part = handle.shard(batch)
+        outputs = strategy._gathered(self.prepared(**part), part[CONTEXT])
+        return strategy._returned(outputs, None)
+
+
+def _logits(outputs: Any) -> Tensor | None:
+    return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
 
 
 def _axis_size(mesh: DeviceMesh) -> int | None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from torch import Tensor, nn
 
@@ -42,6 +43,23 @@ def check_output(output_dir: Path, overwrite: bool, name: str = "output_dir") ->
     nearest = next(folder for folder in (output_dir, *output_dir.absolute().parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ConfigError(f"{name} {output_dir} cannot be created: {nearest} is not a folder that can be written.")
+
+
+def try_output(output_dir: Path) -> None:
+    """Make a run's output folder and write to it, since permissions alone do not tell.
+
+    Raises:
+        ConfigError: with what the system said.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=output_dir) as file:
+            file.write(b"longspan")
+            file.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir {output_dir} cannot be written: {error.strerror or error}. Name another folder."
+        ) from None
 
 
 def holds_something(output_dir: Path) -> bool:

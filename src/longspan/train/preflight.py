@@ -17,7 +17,7 @@ from longspan.integrations.refusals import head_counts
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.optim import check_kind
 from longspan.plan.degrees import choose_degrees
-from longspan.train.checkpoint import check_output
+from longspan.train.checkpoint import check_output, try_output
 from longspan.train.data import Corpus, Report, read_corpus
 from longspan.train.loggers import check_loggers
 
@@ -25,7 +25,7 @@ from longspan.train.loggers import check_loggers
 def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
     """Check the output folder, the optimizer, the engine, the degrees, the model and the data, and return the data.
 
-    What the folder may hold is not checked: see `check_output` and `goes_on`.
+    What the folder may hold is not checked: see `check_output` and `goes_on`. It is there once all else is right.
 
     Raises:
         LongspanError: the first of them that cannot work.
@@ -56,4 +56,5 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
     corpus, report = read_corpus(config.data, config.sequence_length, Encoder(tokenizer, config.data.targets))
     largest = max(int(ids.max()) for ids in (corpus.tokens, corpus.labels) if ids is not None)
     check_fit(model_config, max(corpus.lengths_tokens), largest)
+    try_output(Path(config.output_dir))
     return corpus, report

@@ -79,7 +79,10 @@ class UlyssesSPDataLoaderAdapter:
         return self._waiting.popleft()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where iteration stands; the inner loader's own state comes with it if it keeps one."""
+        """Return where iteration stands: after its end, at the start of the next epoch.
+
+        The inner loader's own state comes with it if it keeps one.
+        """
         if self._resume is not None:
             return dict(self._resume)
         used = self.sp_world_size - len(self._waiting) if self._waiting else 0
@@ -125,7 +128,7 @@ class UlyssesSPDataLoaderAdapter:
             dist.all_gather_object(headers, told, group=self.sp_group)
         if any(header is None for header in headers):
             self.dropped = int(batch is not None)
-            self._source = None
+            self._source, self._read = None, 0  # what is saved from here on is the start of the next epoch
             raise StopIteration
         self._raise_problems(headers)
         self._read += 1

@@ -48,6 +48,8 @@ class FullBatch:
             out["loss"] = self._share(out["loss"], items)
         if out.get("logits") is not None:
             out["logits"] = handle.gather(out["logits"], part)
+        if out.get("router_logits") is not None:  # [B * S, E] of each layer
+            out["router_logits"] = tuple(handle.gather(each, part).flatten(0, 1) for each in out["router_logits"])
         return out
 
     def _share(self, loss: Tensor, items: Any) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from longspan.attention.build import Attend
 from longspan.attention.call import Kind
-from longspan.batch import CONTEXT, Shard, batch_size, shard_batch, uncut
+from longspan.batch import CONTEXT, Shard, batch_size, present, shard_batch, uncut
 from longspan.errors import BatchError, ModelError
 from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.automatic import Automatic
@@ -28,6 +28,7 @@ from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.rope import Rotary
 from longspan.integrations.transformers.routers import Routers
 from longspan.integrations.transformers.vision import Vision
+from longspan.integrations.transformers.vocabulary import check_vocabulary
 from longspan.integrations.transformers.zero import DeepSpeedCheck
 from longspan.loader import ShardedLoader
 from longspan.loss import LossOptions
@@ -149,7 +150,8 @@ class Applied:
         Returns:
             Keyword arguments for the model. Pure and free of collectives.
         """
-        _check_ids(self.parts.embedding, batch.get("input_ids"))
+        batch = present(batch)
+        check_vocabulary(self.parts, batch)
         if self.automatic is not None:
             self._settle(*batch_size(batch))
         part = (shard_batch if self.vision is None else self.vision.shard)(
@@ -347,20 +349,6 @@ class Applied:
             for layer in self.layers:
                 vars(layer).pop("_z3_leaf", None)
             self.routers.remove()
-
-
-def _check_ids(embedding: Any, ids: Any) -> None:
-    """Refuse tokens that the model does not know, where reading them costs nothing: while they are on the host.
-
-    The full batch is read, so all ranks that share it refuse it together.
-    """
-    size = getattr(embedding, "num_embeddings", None)
-    if not isinstance(ids, Tensor) or ids.numel() == 0 or size is None or ids.device.type != "cpu":
-        return
-    smallest, largest = (int(edge) for edge in ids.aminmax())
-    if smallest < 0 or largest >= size:
-        wrong = smallest if smallest < 0 else largest
-        raise BatchError(f"input_ids holds token {wrong}; the model knows 0 to {size - 1}. Is it another tokenizer's?")
 
 
 def _context(part: Mapping[str, Any] | Shard) -> Shard:

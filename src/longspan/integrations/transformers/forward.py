@@ -18,7 +18,7 @@ from longspan.integrations.transformers.attention import NAME
 from longspan.integrations.transformers.carry import Carry
 from longspan.integrations.transformers.dropout import OwnDraws
 from longspan.integrations.transformers.objective import balance_loss, global_loss
-from longspan.integrations.transformers.routers import ROUTER_LOGITS, real_tokens
+from longspan.integrations.transformers.routers import ROUTER_LOGITS, GateLogits, real_tokens
 from longspan.kernels.fit import FitKernel
 from longspan.loss import Head, greedy_scores, tiled_loss, token_logps, token_scores
 from longspan.mesh import Mesh
@@ -60,12 +60,13 @@ class ForwardCall:
         self.passage = applied.passage(shard, self.memory)
         self.segment: Segment | None = None  # of the layers that are rebuilt together, the one at hand
         self.balance: Balance | None = None  # what the gates of expert layers choose, if that is asked for
+        self.gates: GateLogits | None = None  # what they return, if that is asked for
         self.seen: Seen | None = None  # what the vision tower made for this rank's tokens
 
     def left_behind(self) -> tuple[Carry, Balance | None]:
         """Return what the head and the gates made, and hold no part of the graph any more: its nodes hold this call."""
         left = self.carry, self.balance
-        self.carry, self.balance, self.segment, self.seen = Carry(), None, None, None
+        self.carry, self.balance, self.gates, self.segment, self.seen = Carry(), None, None, None, None
         return left
 
     def attend_in(self, layer: int, request: Request) -> Attend:
@@ -136,9 +137,10 @@ class Forward:
         if applied.vision is not None:
             call.seen = applied.vision.see(call.shard, kwargs)
         outer, applied.call = applied.call, call
+        gates = call.gates
         try:
             tap = nullcontext() if call.balance is None else call.balance.router.tap.into(call.balance)
-            with tap, self.draws.drawn():
+            with tap, nullcontext() if gates is None else gates.listening(), self.draws.drawn():
                 out = self.original(*args, **kwargs, **{CONTEXT: call})
         finally:
             applied.call = outer
@@ -150,6 +152,8 @@ class Forward:
                 "one now. Resize embeddings and add adapters before longspan.prepare."
             )
         fields = {key: value for key, value in out.items() if key not in _LEFT_OUT}
+        if gates is not None:
+            fields["router_logits"] = gates.taken()
         if call.output != "loss":
             if balance is not None:
                 fields["aux_loss"] = self._auxiliary(call, balance)[0]
@@ -233,19 +237,21 @@ class Forward:
             )
         names = (frozenset(kwargs) | frozenset(shard.passed)) - _MEANT_FOR_ATTENTION
         call = ForwardCall(applied, shard, names, labels, output)
-        if self._balances(kwargs) and output in ("loss", "scores"):
-            call.balance = Balance(applied.routers.known(), real_tokens(shard, applied.parts.device))
+        self._listen(call, kwargs)
         return call
 
-    def _balances(self, kwargs: dict[str, Any]) -> bool:
-        """Tell whether the router's auxiliary loss is asked for, and keep the model from computing its own."""
-        asked, setting = kwargs.pop(ROUTER_LOGITS, None), getattr(self.applied.model.config, ROUTER_LOGITS, False)
+    def _listen(self, call: ForwardCall, kwargs: dict[str, Any]) -> None:
+        """Listen to the gates if the router's auxiliary loss, or its logits, are asked for."""
+        applied = self.applied
+        asked, setting = kwargs.pop(ROUTER_LOGITS, None), getattr(applied.model.config, ROUTER_LOGITS, False)
         if setting or asked:
-            kwargs[ROUTER_LOGITS] = False
-        asked = setting if asked is None else asked
-        if asked:
-            self.applied.routers.known()
-        return bool(asked)
+            kwargs[ROUTER_LOGITS] = False  # which keeps the model from computing a loss of its own
+        if setting if asked is None else asked:
+            router = applied.routers.known()
+            if call.output in ("loss", "scores"):
+                call.balance = Balance(router, real_tokens(call.shard, applied.parts.device))
+        if asked:  # by the caller, who wants the logits too
+            call.gates, call.compiler = GateLogits(applied.routers, call.shard), None
 
 
 _MEANT_FOR_ATTENTION = frozenset({"sliding_window", "softcap", "s_aux"})

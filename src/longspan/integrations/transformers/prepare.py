@@ -88,7 +88,7 @@ def prepare(
     ways, ranks = _ways(memory, parts), data_parallel_ranks(sequence_parallel_size, mesh)
     settled = settle_together(lambda: _settle(parts, degrees, kernel, kv_exchange), ranks.numel())
     axes, exchange = with_copy_engine(build_mesh(ranks, settled.degrees, parts.device.type), parts.device)
-    plan = _with_notes(settled.plan, *norm_note(parts.norm, ways), exchange)
+    plan = _with_notes(settled.plan, *norm_note(parts.norm, ways), exchange, _liger_note(parts.model))
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
     applied = _apply(settled, parts, axes, plan, ways, options)
@@ -150,6 +150,14 @@ def _exchange_rule(
 def _compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of attention for weights of a dtype: on GPUs, float32 weights are run in bfloat16."""
     return torch.bfloat16 if device.type == "cuda" and dtype == torch.float32 else dtype
+
+
+def _liger_note(model: nn.Module) -> str | None:
+    """Say so where Liger has replaced the model's forward: that has a loss of its own, and no labels reach it."""
+    code = getattr(model.forward, "__func__", model.forward)
+    if not str(getattr(code, "__module__", "")).startswith("liger_kernel"):
+        return None
+    return f"Liger's fused loss in {type(model).__name__}.forward is not used, the tiled one is in its place"
 
 
 def _with_notes(plan: Plan, *notes: str | None) -> Plan:

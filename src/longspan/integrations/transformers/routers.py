@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,59 @@ class Routers:
         """Take the hooks off the gates."""
         for hook in self.hooks:
             hook.remove()
+
+
+class GateLogits:
+    """Logits of every gate of a model in one forward pass, in whatever tiles its layers run."""
+
+    def __init__(self, routers: Routers, shard: Shard) -> None:
+        self.shard, self.index = shard, routers.known().tap.index
+        self.heard: dict[nn.Module, list[Tensor]] = {gate: [] for gate in routers.gates}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen to the gates meanwhile; layers must not be compiled."""
+        hooks = [gate.register_forward_hook(self._hear) for gate in self.heard]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hear(self, gate: nn.Module, args: Any, output: Any) -> None:
+        logits: Tensor = output[self.index] if isinstance(output, tuple) else output
+        self.heard[gate].append(logits.detach().reshape(self.shard.rows, -1, logits.shape[-1]))
+
+    def taken(self) -> tuple[Tensor, ...]:
+        """Return those of each gate, [B, s, E] of this rank's tokens; whoever differentiates them is refused.
+
+        Raises:
+            ModelError: a gate did not see each token once.
+        """
+        tokens, every = self.shard.layout.shard_tokens, []
+        for tiles in self.heard.values():
+            if sum(tile.shape[1] for tile in tiles) != tokens:
+                raise ModelError(
+                    f"A gate did not see each of {tokens} tokens once, so its logits are not known. Change experts "
+                    "before longspan.prepare."
+                )
+            every.append(_Constant.apply(torch.cat(tiles, 1), torch.zeros((), requires_grad=True)))
+        return tuple(every)
+
+
+class _Constant(torch.autograd.Function):
+    """Let values through, and refuse their gradient; the anchor makes autograd come this way."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, anchor: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        raise ModelError(
+            "router_logits of a prepared model have no way back to the layers: detach them. The router's auxiliary "
+            "loss is in out.loss, and out.aux_loss, with its gradients."
+        )
 
 
 def real_tokens(shard: Shard, device: torch.device) -> Tensor | None:
