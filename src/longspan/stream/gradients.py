@@ -86,10 +86,9 @@ class Gradients:
                 tile += part
         elif held is not None and part is not None:
             torch.add(held, part, out=tile)
-        elif held is not None or part is not None:
-            tile.copy_(held if part is None else part)
         else:
-            tile.zero_()
+            one = part if held is None else held
+            tile.zero_() if one is None else tile.copy_(one)
 
     def _tile(self, at: Piece) -> Tensor:
         assert self.dx is not None
