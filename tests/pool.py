@@ -156,8 +156,10 @@ def _work(rank: int, pipe: Connection, log: str, path: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=out, all_threads=True)
     import torch
 
+    import without_shm
     from longspan.plan import library
 
+    without_shm.leave_out()
     library.OWN_FILE = Path(os.devnull)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # with it goes torch.utils.deterministic.fill_uninitialized_memory

@@ -162,7 +162,7 @@ def test_on_a_small_cpu_they_do_not() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     handle = longspan.prepare(build("llama"), 1)
     on(handle, 3 * GIB)
-    with pytest.raises(ConfigError, match=r"do not fit.*GiB of a GPU.*memory=Memory"):
+    with pytest.raises(ConfigError, match=r"do not fit.*GiB of a GPU.*memory=longspan.Memory"):
         handle.shard(LONG.batch())
 
 
