@@ -22,10 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all-cells") and not any("::" in argument for argument in config.args):
-        left_out = beyond(items)
+    by_name = config.option.keyword or any("::" in argument for argument in config.args)
+    if not config.getoption("--all-cells") and not by_name:
+        left_out = set(beyond(items))
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = [item for item in items if item not in left_out]
     count = torch.cuda.device_count()
     for item in items:
         needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0

@@ -18,6 +18,8 @@ def pairs(cell: Cell) -> set[tuple[tuple[str, str], ...]]:
 def cover(cells: Sequence[Cell]) -> list[int]:
     """Return the numbers of cells that try every pair of values that some cell tries, each chosen as it adds most."""
     left = set().union(*map(pairs, cells))
+    if not left:  # one parameter
+        return list(range(len(cells)))
     chosen: list[int] = []
     while left:
         best = max(range(len(cells)), key=lambda i: (len(pairs(cells[i]) & left), -i))

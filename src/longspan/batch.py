@@ -52,7 +52,7 @@ class Shard:
         lengths: real tokens of each row, None when the batch came without padding.
         tile_tokens: tokens per tile in which this rank's layers run; None when they run whole.
         passed: names of the fields that were handed through as they came.
-        fingerprint: the same on ranks that were given the same batch.
+        fingerprint: the same on ranks that were given the same batch; 0 if it was not taken.
         route: how features of images reach this rank's tokens; None for models without images.
         exchange: how keys come to the queries of other ring ranks, and why.
     """
@@ -122,6 +122,7 @@ def shard_batch(
     tile_tokens: int | None = None,
     axes: bool = False,
     exchange: ExchangeRule = AUTOMATIC,
+    told_apart: bool = True,
 ) -> dict[str, Any]:
     """Cut a full batch into the part of this rank. Pure: no collective, the batch is left as it is.
 
@@ -134,24 +135,23 @@ def shard_batch(
         tile_tokens: tokens per tile in which layers run; under Ulysses alone, tiles are interleaved over the ranks.
         axes: position_ids may be [3, B, S], of time, height and width, or [4, B, S] with those of text in front.
         exchange: decides how keys come to other ring ranks; gathered, a packed row is divided by its documents.
+        told_apart: give the part a fingerprint, which takes a look at all of the batch.
 
     Returns:
-        input_ids or inputs_embeds, position_ids and shift_labels of this rank, `use_cache=False`, and a `Shard` under
-        the name `longspan`.
+        input_ids or inputs_embeds, position_ids and shift_labels of this rank, `use_cache=False`, and a `Shard`.
 
     Raises:
         BatchError: a field is missing, unknown or of the wrong shape or type; padding on the left; documents that
             disagree; fewer `num_items` than this batch has targets.
     """
     batch = present(batch)
-    tokens = _tokens(batch)
-    rows, length = tokens.shape[:2]
     _refuse_axes(None if axes else batch.get("position_ids"))
+    rows, length = (tokens := _tokens(batch)).shape[:2]
     documents = Documents.find(batch, rows, length)
     layout, decision = _divide(documents, mesh, tile_tokens, exchange)
-    labels = _shifted_labels(batch, documents, rows, length)
     _check_token_fields(batch, token_fields)
-    names = {*_TOKEN_FIELDS, *token_fields}
+    labels = _shifted_labels(batch, documents, rows, length)
+    names, targets = {*_TOKEN_FIELDS, *token_fields}, _count(labels)
     given = {name: _aligned(name, value, rows, length) for name, value in batch.items() if name in names}
     passed = _passed(batch, names)
     shard = Shard(
@@ -160,12 +160,12 @@ def shard_batch(
         mask=Mask(layout.length, documents.starts),
         rows=rows,
         max_position=documents.max_position,
-        targets=_count(labels),
-        num_items=_checked_items(num_items, labels),
+        targets=targets,
+        num_items=_checked_items(num_items, targets),
         lengths=documents.lengths,
         tile_tokens=tile_tokens,
         passed=tuple(passed),
-        fingerprint=_fingerprint(documents, {**given, "shift_labels": labels}),
+        fingerprint=_fingerprint(documents, {**given, "shift_labels": labels}) if told_apart else 0,
         exchange=decision,
     )
     part: dict[str, Any] = {name: shard.cut(value) for name, value in given.items()} | passed
@@ -348,17 +348,17 @@ def _fingerprint(documents: Documents, fields: Mapping[str, Tensor | None]) -> i
     return seen
 
 
-def _checked_items(items: Any, labels: Tensor | None) -> int | Tensor | None:
-    """Return the targets of a step as they are, if they can be that; what is on a GPU is not read back."""
+def _checked_items(items: Any, targets: int | Tensor) -> int | Tensor | None:
+    """Return the targets of a step as they are, if they can be that beside those of this batch; what is on a GPU is not
+    read back."""
     whole = isinstance(items, int) and not isinstance(items, bool) and items >= 0
     if isinstance(items, Tensor):
         whole = items.dim() == 0 and not items.dtype.is_floating_point and items.dtype != torch.bool
     if items is not None and not whole:
         raise BatchError(f"num_items counts targets: a whole number >= 0 or a 0-d integer tensor, got {items!r}.")
-    if any(isinstance(values, Tensor) and values.device.type != "cpu" for values in (items, labels)):
+    if items is None or any(isinstance(count, Tensor) and count.device.type != "cpu" for count in (items, targets)):
         return items
-    targets = _count(labels)
-    if items is not None and int(items) < targets:
+    if int(items) < targets:
         raise BatchError(
             f"num_items is {int(items)}, but this batch alone has {targets} targets: it counts those of the whole "
             "optimizer step, over all data ranks and accumulated micro-batches. Add up longspan.batch.count_targets of "

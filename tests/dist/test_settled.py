@@ -7,10 +7,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import longspan
-from longspan.errors import KernelError, LongspanError
+from longspan.errors import LongspanError
 from longspan.kernels.cpu import Cpu
 from models import build
 from pool import RunRanks
@@ -29,6 +30,10 @@ def without_bottom_right(self: Cpu, request: Any) -> str | None:
     return "not here" if request.bottom_right else None
 
 
+def without_memory(self: Cpu, request: Any) -> str | None:
+    raise torch.OutOfMemoryError("no room")
+
+
 def told(difference: str) -> tuple[str, str]:
     """Prepare with a difference in the second process; return the error there is."""
     second = dist.get_rank() == 1
@@ -40,12 +45,16 @@ def told(difference: str) -> tuple[str, str]:
             settings["kernel"] = "reference"
         if second and difference == "refusals":
             stack.enter_context(patch.object(Cpu, "refuses", without_bottom_right))
-        if second and difference == "failure":
+        if second and difference == "kernel":
             settings["kernel"] = "fa4"
+        if second and difference == "raw":
+            stack.enter_context(patch.object(Cpu, "refuses", without_memory))
         model = build("qwen3" if second and difference == "layers" else "llama")
+        if second and difference == "dropout":
+            model.config.attention_dropout = 0.1
         try:
             longspan.prepare(model, 2, **settings)
-        except LongspanError as error:
+        except (LongspanError, RuntimeError) as error:
             return type(error).__name__, str(error)
     return "", ""
 
@@ -57,7 +66,11 @@ def test_a_difference_is_named_on_all(run_ranks: RunRanks, difference: str) -> N
         assert text.startswith(DIFFERENCES[difference])
 
 
-def test_where_one_fails_the_others_say_so(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(2, told, "failure")
-    assert second[0] == KernelError.__name__
-    assert first == ("TopologyError", f"Process 1 cannot prepare the model, so process 0 does not: {second[1]}")
+@pytest.mark.parametrize(
+    ("difference", "kind", "before"),
+    [("kernel", "KernelError", ""), ("dropout", "ModelError", ""), ("raw", "OutOfMemoryError", "OutOfMemoryError: ")],
+)
+def test_where_one_fails_the_others_say_so(run_ranks: RunRanks, difference: str, kind: str, before: str) -> None:
+    first, second = run_ranks(2, told, difference)
+    assert second[0] == kind
+    assert first == ("TopologyError", f"Process 1 cannot prepare the model, so process 0 does not: {before}{second[1]}")

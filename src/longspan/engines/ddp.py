@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,9 +30,8 @@ class DataParallel(OwnBackward):
         require_processes(self.name)
         if origin is not None:
             origin.bring(model)
-        self._module = DistributedDataParallel(
-            model, process_group=prepared.mesh.world.group, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        options: Any = {"broadcast_buffers": False, "gradient_as_bucket_view": True, "init_sync": origin is None}
+        self._module = DistributedDataParallel(model, process_group=prepared.mesh.world.group, **options)
         return self._module
 
     @contextmanager

@@ -161,6 +161,7 @@ class Applied:
             token_fields=token_fields,
             tile_tokens=self.memory.tile_tokens if self.memory.streams else None,
             exchange=self.exchange,
+            told_apart=self.mesh.sequence.size > 1 and not self.compared,
         )
         if self.mesh.ring.size > 1:
             self.plan = replace(self.plan, kv_exchange=str(part[CONTEXT].exchange))

@@ -84,14 +84,13 @@ def prepare(
     parts = Parts.of(model, None if device is None else torch.empty(0, device=device).device)
     if (earlier := getattr(parts.model, "_longspan_applied", None)) is not None:
         return _same(earlier, settings)
-    _check_model(parts)
-    ways, ranks = _ways(memory, parts), data_parallel_ranks(sequence_parallel_size, mesh)
-    settled = settle_together(lambda: _settle(parts, degrees, kernel, kv_exchange), ranks.numel())
+    ranks = data_parallel_ranks(sequence_parallel_size, mesh)
+    settled = settle_together(lambda: _settle(parts, degrees, kernel, kv_exchange, memory), ranks.numel())
     axes, exchange = with_copy_engine(build_mesh(ranks, settled.degrees, parts.device.type), parts.device)
-    plan = _with_notes(settled.plan, *norm_note(parts.norm, ways), exchange, _liger_note(parts.model))
+    plan = _with_notes(settled.plan, *norm_note(parts.norm, settled.ways), exchange, _liger_note(parts.model))
     own_config(model, parts.model.config)
     options: Any = {"logits": logits, "grad_reduction": grad_reduction, "in_eval": sequence_parallel_in_eval}
-    applied = _apply(settled, parts, axes, plan, ways, options)
+    applied = _apply(settled, parts, axes, plan, options)
     applied.settings = settings
     if memory == "auto":
         applied.decide(Automatic.agreed(parts, axes, settled.probed.shapes, plan))
@@ -99,21 +98,29 @@ def prepare(
     return applied
 
 
-def _apply(settled: Settled, parts: Parts, axes: Mesh, plan: Plan, ways: Memory, options: Any) -> Applied:
+def _apply(settled: Settled, parts: Parts, axes: Mesh, plan: Plan, options: Any) -> Applied:
     """Put what was settled in force."""
     attends = {kind: Attend(axes, chosen) for kind, chosen in settled.kernels.items()}
-    applied = Applied(parts, axes, plan, attends, ways, **options)
+    applied = Applied(parts, axes, plan, attends, settled.ways, **options)
     applied.exchange = settled.exchange
     applied.operands, applied.logit_options = settled.probed.shapes, settled.probed.logits
     return applied
 
 
-def _settle(parts: Parts, asked: tuple[int, int | None, int | None], kernel: str, kv_exchange: KvExchange) -> Settled:
-    """Probe the model, and choose what serves every layer.
+def _settle(
+    parts: Parts,
+    asked: tuple[int, int | None, int | None],
+    kernel: str,
+    kv_exchange: KvExchange,
+    memory: Literal["auto"] | Memory,
+) -> Settled:
+    """Look at the model, probe it, and choose what serves every layer.
 
     Args:
         asked: the sequence-parallel size, the Ulysses and the ring degree.
     """
+    _check_model(parts)
+    ways = _ways(memory, parts)
     probed, device = _probe(parts), parts.device
     shapes, (size, ulysses, ring) = probed.shapes, asked
     degrees = _degrees(shapes, size, ulysses, ring, _node_size(device))
@@ -121,7 +128,8 @@ def _settle(parts: Parts, asked: tuple[int, int | None, int | None], kernel: str
     names = "+".join(dict.fromkeys(kernel.name for kernel in chosen.values()))
     reasons = (degrees.reason, *notes, *_recurrent_notes(shapes, size, names, device))
     plan = Plan(size, degrees.ulysses, degrees.ring, names, "tiled cross-entropy", reasons)
-    return Settled(probed, degrees, chosen, _exchange_rule(kv_exchange, shapes, degrees, chosen, device), plan)
+    rule = _exchange_rule(kv_exchange, shapes, degrees, chosen, device)
+    return Settled(ways, probed, degrees, chosen, rule, plan)
 
 
 def _recurrent_notes(shapes: list[Shape], size: int, kernel: str, device: torch.device) -> list[str]:

@@ -14,6 +14,7 @@ from longspan.integrations.transformers.probe import Probed
 from longspan.kernels.protocol import Kernel
 from longspan.plan.degrees import Degrees
 from longspan.plan.exchange import ExchangeRule
+from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
 
 
@@ -21,6 +22,7 @@ from longspan.plan.plan import Plan
 class Settled:
     """How a model will be run, as one process sees it from its own copy, device and libraries."""
 
+    ways: Memory
     probed: Probed
     degrees: Degrees
     kernels: Mapping[Kind, Kernel]
@@ -34,6 +36,7 @@ class Settled:
             "degrees": f"ulysses {self.degrees.ulysses} x ring {self.degrees.ring}",
             "kernels": " + ".join(dict.fromkeys(kernel.name for kernel in self.kernels.values())),
             "kv_exchange": self.exchange.refusal or self.exchange.asked,
+            "memory": str(self.ways),
         }
 
 
@@ -45,7 +48,7 @@ def settle_together(settle: Callable[[], Settled], ranks: int) -> Settled:
         ranks: processes of the mesh; one process alone asks nobody.
 
     Raises:
-        LongspanError: this process's own.
+        Exception: this process's own.
         TopologyError: another process raised, or settled otherwise: which, and what.
 
     Cost: an all-gather of objects.
@@ -54,12 +57,13 @@ def settle_together(settle: Callable[[], Settled], ranks: int) -> Settled:
         return settle()
     settled: Settled | None = None
     told: Any
-    error: LongspanError | None = None
+    error: Exception | None = None
     try:
         settled = settle()
         told = settled.told()
-    except LongspanError as raised:
-        error, told = raised, str(raised)
+    except Exception as raised:  # whatever it is, the others would wait
+        error = raised
+        told = str(raised) if isinstance(raised, LongspanError) else f"{type(raised).__name__}: {raised}"
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, told)
     if error is not None:
