@@ -82,8 +82,7 @@ class UlyssesSPAttentionHF:
         config, loaded = _config(model_name_or_path)
         name = _checked_name(core_attn_implementation, config, loaded)
         fixed = None if seq_length_is_variable else length
-        settings = (sequence_parallel_size, fixed, disable_in_eval)
-        identity = identity_of(config)
+        identity, settings = identity_of(config), (sequence_parallel_size, fixed, disable_in_eval)
         found = next((each for each in interceptions() if each.name == name), None)
         for registration in found.registrations if found else ():
             if (registration.identity, registration.settings) == (identity, settings):
