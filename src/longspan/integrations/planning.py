@@ -89,15 +89,16 @@ def shape_to_plan(model: str | PretrainedConfig | nn.Module, adapter: AdapterCon
     Cost: builds the small model and runs it on 5 tokens: 0.05 to 0.5 s for most families, up to some seconds for those
         whose widths do not shrink.
     """
-    config = load_model_config(ModelConfig(name=model, init="random")) if isinstance(model, str) else model
-    if isinstance(config, nn.Module):
-        config = getattr(config, "config", None)
+    name = model if isinstance(model, str) else None
+    if name is not None:
+        model = load_model_config(ModelConfig(name=name, init="random"))
+    config = getattr(model, "config", None) if isinstance(model, nn.Module) else model
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"longspan plans transformers models, got {type(model).__name__}: give a preset, a folder or hub id, a "
             "transformers configuration or a model."
         )
-    shape = model_shape(model, adapter=adapter)
+    shape = model_shape(model, adapter=adapter, name=name)
     with torch.random.fork_rng(devices=[]), _quiet():
         try:
             small = untrained_model(narrowed(few_layers(config))[0], 0, torch.float32, torch.device("cpu"))
