@@ -199,7 +199,7 @@ def test_what_is_done_to_a_model_before_its_weights_come(run_ranks: RunRanks) ->
 def evaluated(name: str) -> list[str]:
     """Return what differs between a model to evaluate that comes from an origin, and the whole one."""
     source = Source.of(name)
-    model, origin = _model(source, "float32", CPU)
+    model, origin = _model(source, "float32", CPU, "fsdp2")
     assert origin is not None and not model.training
     origin.bring(model)
     wanted, found = source.model("float32").state_dict(), model.state_dict()

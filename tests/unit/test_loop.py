@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from longspan.config import ModelConfig
 from longspan.errors import ConfigError
+from longspan.evaluate.run import _model
+from longspan.evaluate.source import Source
 from longspan.integrations.models import build_model
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
@@ -58,6 +62,33 @@ def test_what_a_gpu_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
         told = str(raised.value)
         assert parts in told and f"has {free_bytes:,} bytes free" in told and "start more processes" in told
     room.check_share(blank, CPU, 2, None)
+
+
+def test_room_is_looked_for_before_weights_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To evaluate as to train, whether a GPU gets a share or the whole; alone, a model to evaluate as it is built."""
+    gpu, free_bytes = torch.device("cuda", 0), (8 * LAYER + OUTSIDE) // 2 + LAYER + OUTSIDE
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 0))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    asked: list[bool] = []
+
+    def build(blank: bool) -> Any:
+        asked.append(blank)
+        return build_model(DRAWN, 0, blank=blank)
+
+    blank = room.blank_model(build, gpu, "fsdp2", None)
+    assert blank is not None and all(parameter.is_meta for parameter in blank.parameters())
+    with pytest.raises(ConfigError, match="and come there whole"):
+        room.blank_model(build, gpu, "ddp", None)
+    free_bytes -= 1
+    with pytest.raises(ConfigError, match="as its share of 2"):
+        room.blank_model(build, gpu, "zero-3", None)
+    assert asked == [True] * 3
+    free_bytes = 1000
+    for processes, engine, told in ((2, "fsdp2", "as its share of 2"), (2, "single", "whole"), (1, "single", "whole")):
+        monkeypatch.setattr(dist, "get_world_size", lambda processes=processes: processes)
+        with pytest.raises(ConfigError, match=told):
+            _model(Source.of("tiny-llama"), "float32", gpu, engine)
 
 
 def test_what_the_first_host_must_hold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
