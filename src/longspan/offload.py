@@ -33,6 +33,8 @@ def offload_checkpoints(
     max_fwd_stash_count: int = 2,
     max_cpu_buffer_pool_count: int = 64,
     keep_last_count: int = 1,
+    *,
+    allocate: Callable[[int, bool], Tensor] | None = None,
 ) -> OffloadedCheckpoints:
     """Return a context in which the inputs of checkpointed regions lie in host memory until backward needs them.
 
@@ -47,6 +49,7 @@ def offload_checkpoints(
         max_fwd_stash_count: inputs whose copies to the host may be under way at a time.
         max_cpu_buffer_pool_count: host buffers, of one input each, that are kept for reuse.
         keep_last_count: the newest inputs, which backward needs first and which stay on the device.
+        allocate: makes so many bytes of host memory, pinned if its second argument says so; None for torch's.
 
     Raises:
         ConfigError: a negative number, or neither true nor false.
@@ -66,7 +69,7 @@ def offload_checkpoints(
     for name, value in (("use_pin_memory", use_pin_memory), ("use_streams", use_streams)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, got {value!r}.")
-    pool = Pool(max_cpu_buffer_pool_count, use_pin_memory)
+    pool = Pool(max_cpu_buffer_pool_count, use_pin_memory, allocate)
     return OffloadedCheckpoints(pool, use_streams, min_offload_bytes, max_fwd_stash_count, keep_last_count)
 
 

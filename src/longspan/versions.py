@@ -39,7 +39,7 @@ EXTRAS = (
 def versions() -> dict[str, str | None]:
     """Return what is installed, None for what is not."""
     own = {"python": platform.python_version(), "longspan": longspan.__version__}
-    return {**own, **{name: _installed(name) for name in (*PACKAGES, *EXTRAS)}}
+    return {**own, **{name: installed(name) for name in (*PACKAGES, *EXTRAS)}}
 
 
 def check_versions() -> None:
@@ -62,7 +62,7 @@ def refusal(package: str) -> str | None:
     """
     low, high = SUPPORTED[package]
     needed = f"{package} >= {low}" + (f", < {high}" if high else "")
-    found = _installed(package) or _imported(package)
+    found = installed(package) or _imported(package)
     if found is None:
         return f"{needed}, which is not installed"
     numbers = _numbers(found)
@@ -80,7 +80,8 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Return the version of a package as its installer noted it, None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

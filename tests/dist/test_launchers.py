@@ -20,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from longspan.cli import main
+from ports import free_ports
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
@@ -28,11 +29,11 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
 LAUNCHERS = {
-    "torchrun": ("torch.distributed.run", "--master-port", "29613"),
-    "accelerate launch": ("accelerate.commands.launch", "--main_process_port", "29614"),
-    "deepspeed": ("deepspeed.launcher.runner", "--master_port", "29615"),
+    "torchrun": ("torch.distributed.run", "--master-port"),
+    "accelerate launch": ("accelerate.commands.launch", "--main_process_port"),
+    "deepspeed": ("deepspeed.launcher.runner", "--master_port"),
 }
-"""What a launcher is called inside Python, and ports of our own, so that other tests may run beside this one."""
+"""What a launcher is called inside Python, and how it is told a port."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": "", "DS_BUILD_OPS": "0"}
 TRAINER = [
     *("--max_steps", "2", "--gradient_accumulation_steps", "2", "--logging_steps", "1", "--save_strategy", "no"),
@@ -56,7 +57,7 @@ def documented(launcher: str, what: str, *more: str) -> str:
     pattern = rf"(\w+=\w+ )*{launcher} .*2 {what}"
     (line,) = [line for line in PAGE.splitlines() if re.match(pattern, line)]
     values, rest = line.split(f"{launcher} ")
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], *shlex.split(rest), *more]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_ports(1)[0]), *shlex.split(rest), *more]
     environment = os.environ | ENVIRONMENT | dict(value.split("=") for value in values.split())
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

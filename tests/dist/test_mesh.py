@@ -63,6 +63,28 @@ def test_axes(run_ranks: Any) -> None:
     assert all("longspan.make_mesh(sequence_parallel_size, heads=" in said for said in run_ranks(2, refused))
 
 
+def unlike(*options: dict[str, Any]) -> str:
+    """Make a mesh of what each rank is given; return what is said."""
+    with pytest.raises((ConfigError, TopologyError)) as found:
+        longspan.make_mesh(**options[dist.get_rank()])
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def test_all_ranks_make_the_same_mesh_or_none(run_ranks: Any) -> None:
+    """Else groups of one would wait for those of another."""
+    two = {"sequence_parallel_size": 2, "heads": 4}
+    differ = "TopologyError: Processes divide sequences differently: process 0 has {}, process 1 has {}. Give the same "
+    for other, here, there in (
+        ({"heads": 3}, "1 rows at a time, ulysses 2 x ring 1", "1 rows at a time, ulysses 1 x ring 2"),
+        ({"sequence_parallel_size": 1}, "1 rows at a time, ulysses 2 x ring 1", "2 rows at a time, ulysses 1 x ring 1"),
+    ):
+        for said in run_ranks(2, unlike, two, {**two, **other}):
+            assert said.startswith(differ.format(here, there))
+    first, second = run_ranks(2, unlike, two, {**two, "heads": 0})
+    assert second == "ConfigError: heads must be a whole number of at least 1, got 0."
+    assert first == f"TopologyError: Process 1 cannot make the mesh, so no process does: {second[13:]}"
+
+
 def test_one_rank_needs_no_mesh() -> None:
     q, k = torch.randn(2, 8, 4, 4), torch.randn(2, 8, 2, 4)
     mask = longspan.Mask(8)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_ports
+
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 pytestmark = [
@@ -49,14 +51,6 @@ NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} Gres=g
 PartitionName=all Nodes=ALL Default=YES
 """
 """Nodes' names are addresses, so that nobody has to look them up; a GPU is a device that every host has."""
-
-
-def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [server.getsockname()[1] for server in taken]
-    for server in taken:
-        server.close()
-    return ports
 
 
 def until(what: Callable[[], object], name: str, limit_s: float = 120) -> None:
@@ -109,7 +103,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
         finally:
             for daemon in reversed(daemons):
                 daemon.terminate()
-                daemon.wait(20)
+                try:
+                    daemon.wait(20)
+                except subprocess.TimeoutExpired:
+                    daemon.kill()
 
 
 def test_a_job_goes_on_where_its_time_was_up(slurm: Callable[..., str], tmp_path: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.symmetric import with_copy_engine
-from longspan.errors import ConfigError
+from longspan.errors import ConfigError, TopologyError
 from longspan.mesh import Mesh, build_mesh, data_parallel_ranks, device_type
-from longspan.plan.degrees import choose_degrees
+from longspan.plan.degrees import Degrees, choose_degrees
 
 
 def make_mesh(
@@ -36,31 +38,62 @@ def make_mesh(
 
     Raises:
         ConfigError: an argument that is no whole number, or no mesh.
-        TopologyError: processes or heads cannot serve the degrees.
+        TopologyError: processes or heads cannot serve the degrees; another process raised, or came to other degrees.
 
-    Cost: process groups; on GPUs of one node a quarter of a GiB of each for exchanges of heads by copy engines.
+    Cost: an all-gather of objects, and process groups; on GPUs of one node a quarter of a GiB of each for exchanges of
+        heads by copy engines.
     """
-    kv_heads = heads if kv_heads is None else kv_heads
-    for name, number in (
-        ("sequence_parallel_size", sequence_parallel_size),
-        ("heads", heads),
-        ("kv_heads", kv_heads),
-        ("ulysses_degree", 1 if ulysses_degree is None else ulysses_degree),
-        ("ring_degree", 1 if ring_degree is None else ring_degree),
-    ):
-        _check_number(name, number)
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh must be a torch DeviceMesh with an axis 'sp' or 'cp', or None, got {mesh!r}.")
-    kind = device_type() if mesh is None else mesh.device_type
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else device_type()
     node_size = torch.cuda.device_count() if kind == "cuda" else None
-    ranks = data_parallel_ranks(sequence_parallel_size, mesh)
-    degrees = choose_degrees(
-        heads, kv_heads, sequence_parallel_size, node_size, ulysses=ulysses_degree, ring=ring_degree
-    )
-    made, _ = with_copy_engine(build_mesh(ranks, degrees, kind), torch.device(kind))
+
+    def divide() -> tuple[torch.Tensor, Degrees]:
+        shared_heads = heads if kv_heads is None else kv_heads
+        _check(sequence_parallel_size, heads, shared_heads, ulysses_degree, ring_degree, mesh)
+        ranks = data_parallel_ranks(sequence_parallel_size, mesh)
+        chosen = choose_degrees(
+            heads, shared_heads, sequence_parallel_size, node_size, ulysses=ulysses_degree, ring=ring_degree
+        )
+        return ranks, chosen
+
+    made, _ = with_copy_engine(build_mesh(*_agreed(divide), kind), torch.device(kind))
     return made
 
 
-def _check_number(name: str, number: Any) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, got {number!r}.")
+def _agreed(divide: Callable[[], tuple[torch.Tensor, Degrees]]) -> tuple[torch.Tensor, Degrees]:
+    """Return the processes as [dp, sp] and the degrees, if all came to the same; else all raise, and nobody waits."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return divide()
+    error: Exception | None = None
+    divided: Any = None
+    try:
+        divided = divide()
+        told = f"{len(divided[0])} rows at a time, ulysses {divided[1].ulysses} x ring {divided[1].ring}"
+    except Exception as raised:
+        error, told = raised, None
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (told, str(error)))
+    if error is not None:
+        raise error
+    for rank, (found, problem) in enumerate(everyone):
+        if found is None:
+            raise TopologyError(f"Process {rank} cannot make the mesh, so no process does: {problem}")
+        if found != everyone[0][0]:
+            raise TopologyError(
+                f"Processes divide sequences differently: process 0 has {everyone[0][0]}, process {rank} has {found}. "
+                "Give the same sizes, heads and degrees everywhere; where hosts have unlike numbers of GPUs, degrees."
+            )
+    return divided
+
+
+def _check(size: Any, heads: Any, kv_heads: Any, ulysses: Any, ring: Any, mesh: Any) -> None:
+    for name, number in (
+        ("sequence_parallel_size", size),
+        ("heads", heads),
+        ("kv_heads", kv_heads),
+        ("ulysses_degree", 1 if ulysses is None else ulysses),
+        ("ring_degree", 1 if ring is None else ring),
+    ):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {number!r}.")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh must be a torch DeviceMesh with an axis 'sp' or 'cp', or None, got {mesh!r}.")

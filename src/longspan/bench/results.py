@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import time
@@ -16,6 +15,7 @@ from torch.cuda import nccl
 
 from longspan.bench.figures import figures_of
 from longspan.files import write_whole
+from longspan.versions import installed
 
 RUNNING, DONE, STOPPED, OUT_OF_MEMORY = "running", "done", "stopped at the limit", "out of memory"
 _PACKAGES = ("transformers", "flash-attn-4", "torchao", "longspan")
@@ -118,19 +118,12 @@ def environment(what: str, target: Target, device: torch.device) -> dict[str, An
     if on_gpu:
         about["cuda"] = torch.version.cuda
         about["nccl"] = ".".join(str(part) for part in nccl.version())
-    about |= {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+    about |= {name: version for name in _PACKAGES if (version := installed(name)) is not None}
     return {**about, "commit": target.commit, "date": time.strftime("%Y-%m-%d")}
 
 
 def _content(about: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     return {**about, "figures": {}, "asked": asked, "gates": {}, "rows": []}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu_name(about: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import longspan
@@ -21,6 +20,7 @@ from longspan.evaluate.source import Source
 from longspan.integrations.transformers import prepare
 from longspan.once import is_first
 from longspan.plan.keep import Keep, Memory
+from longspan.train.room import blank_model, check_host, check_memory
 
 _DTYPES = ("float32", "bfloat16", "float64")
 
@@ -72,7 +72,8 @@ def run_needle(asked: Asked, device: torch.device) -> dict[str, Any] | None:
         On the first process what `needle.json` holds; None on the others.
 
     Raises:
-        LongspanError: what cannot work, with the way out; rows are made before weights are loaded.
+        LongspanError: what cannot work, with the way out; rows are made, and room is looked for, before weights are
+            loaded.
     """
     source = Source.of(asked.model)
     check_lengths(source.config(), asked.needle)
@@ -82,7 +83,7 @@ def run_needle(asked: Asked, device: torch.device) -> dict[str, Any] | None:
     prompts = Prompts(tokenizer, haystack, asked.needle)
     prompts.rows()  # raises where a row cannot be made
     dtype = asked.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    model, origin = _model(source, dtype, device)
+    model, origin = _model(source, dtype, device, asked.engine)
     handle = prepare(
         model,
         asked.sp,
@@ -120,10 +121,14 @@ def run_needle(asked: Asked, device: torch.device) -> dict[str, Any] | None:
     }
 
 
-def _model(source: Source, dtype: str, device: torch.device) -> tuple[nn.Module, Origin | None]:
+def _model(source: Source, dtype: str, device: torch.device, engine: str) -> tuple[nn.Module, Origin | None]:
     """Return the model on its device; of several processes the first builds it, and where its weights come from."""
-    packed = getattr(source.config(), "quantization_config", None) is not None
-    if packed or not dist.is_initialized() or dist.get_world_size() == 1:
-        return source.model(dtype).to(device), None
-    model = source.model(dtype, blank=not is_first())
+    model = blank_model(lambda blank: source.model(dtype, blank), device, engine, None)
+    if model is None:
+        model = source.model(dtype)
+        check_memory(model, device)
+        return model.to(device), None
+    if is_first():
+        check_host(model, source.settings(dtype))
+        model = source.model(dtype)
     return model, Origin(model, device)

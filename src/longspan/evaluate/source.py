@@ -61,7 +61,7 @@ class Source:
         Raises:
             ConfigError: there is no such model.
         """
-        return load_model_config(base_settings(Path(self.name))[0] if self.adapted else self._settings("float32"))
+        return load_model_config(self.settings("float32"))
 
     def model(self, dtype: str, blank: bool = False) -> Any:
         """Build the model on the CPU, in evaluation mode.
@@ -73,10 +73,13 @@ class Source:
             ConfigError: its weights cannot be loaded.
         """
         if self.adapted and not blank:
-            model, _ = merged_model(Path(self.name))
-            return model.to(getattr(torch, dtype)).eval()
-        settings = base_settings(Path(self.name))[0] if self.adapted else self._settings(dtype)
-        return build_model(settings, seed=0, blank=blank).eval()
+            model: Any = merged_model(Path(self.name))[0]
+        else:
+            model = build_model(self.settings(dtype), seed=0, blank=blank)
+        return (model.to(getattr(torch, dtype)) if self.adapted else model).eval()
 
-    def _settings(self, dtype: Any) -> ModelConfig:
+    def settings(self, dtype: Any) -> ModelConfig:
+        """Return the settings of the model, where adapters are of the one that they belong to, in its own type."""
+        if self.adapted:
+            return base_settings(Path(self.name))[0]
         return ModelConfig(name=self.name, init="random" if self.name in PRESETS else "pretrained", dtype=dtype)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from longspan.errors import ModelError
+
 _FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """Model types whose code is known; the tower and the trunk of others are not taken apart."""
 
@@ -40,6 +42,19 @@ def text_trunk(model: Any) -> tuple[Any, str]:
     if model.config.model_type in _FAMILIES:
         return model.base_model.language_model, f"{name}.language_model"
     return model.base_model, name
+
+
+def decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
+    """Return a model's list of decoder layers, and its name in the text trunk.
+
+    Raises:
+        ModelError: there is none that can be found.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for name, module in text_trunk(model)[0].named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers that longspan can find.")
 
 
 def text_vocabulary(config: Any) -> int:

@@ -15,7 +15,7 @@ from longspan.config import AdapterConfig, ModelConfig
 from longspan.errors import ConfigError, ModelError
 from longspan.integrations.adapters import add_adapter
 from longspan.integrations.models import load_model_config
-from longspan.integrations.multimodal import sight_of, text_trunk
+from longspan.integrations.multimodal import decoder_layers, sight_of, text_trunk
 from longspan.integrations.random_weights import auto_class
 from longspan.integrations.refusals import head_counts, refuse_settings
 from longspan.plan.kept import Operands
@@ -37,12 +37,14 @@ def model_shape(
     model: str | PretrainedConfig | nn.Module,
     operands: Sequence[Operands] | None = None,
     adapter: AdapterConfig | None = None,
+    name: str | None = None,
 ) -> ModelShape:
     """Return the shape of a model, given itself, its configuration, or a preset, folder or hub id.
 
     Args:
         operands: sizes of each layer's attention call, if they were seen; else they are read from the configuration.
         adapter: what is put into it, where it is not given itself.
+        name: what a configuration is called; None for the name that it holds, or its type.
 
     Raises:
         ConfigError: there is no such model.
@@ -51,7 +53,8 @@ def model_shape(
     if isinstance(model, nn.Module):
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
         return _describe(inner, getattr(inner, "name_or_path", "") or type(inner).__name__, operands)
-    name = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__
+    named = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__
+    name = name or named
     config = load_model_config(ModelConfig(name=model, init="random")) if isinstance(model, str) else model
     try:
         with torch.device("meta"):
@@ -69,18 +72,16 @@ def model_shape(
 def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> ModelShape:
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    trunk, _ = text_trunk(model)
-    lists = [m for m in trunk.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
-    if head is None or embedding is None or not lists:
-        raise ModelError(f"{name} cannot be planned: it has no head, embedding or list of decoder layers.")
-    name_of = {id(module): path for path, module in model.named_modules()}
-    refuse_settings(model, lists[0], name_of[id(lists[0])])
-    seen = operands or [None] * len(lists[0])
+    if head is None or embedding is None:
+        raise ModelError(f"{name} cannot be planned: it has no head or no embedding.")
+    layers_name, blocks = decoder_layers(model)
+    refuse_settings(model, blocks, f"{text_trunk(model)[1]}.{layers_name}")
+    seen = operands or [None] * len(blocks)
     layers = tuple(
         _layer(layer, config, operand or attention_sizes(config, i), layer_window(config, i))
-        for i, (layer, operand) in enumerate(zip(lists[0], seen, strict=True))
+        for i, (layer, operand) in enumerate(zip(blocks, seen, strict=True))
     )
-    inside = {id(p) for p in lists[0].parameters()}
+    inside = {id(p) for p in blocks.parameters()}
     sight = sight_of(model)
     outside = [p for p in model.parameters() if id(p) not in inside]
     return ModelShape(

@@ -148,8 +148,8 @@ class SequenceParallelStrategy:
             BatchError: copied logits, with no forward since the last call or several.
         """
         since, self._since = self._since, []
-        logits = _logits(outputs)
-        if self.handle is None or logits is None or not self.config.gather_logits:
+        handle, logits = self.handle, _logits(outputs)
+        if handle is None or logits is None or not self.config.gather_logits:
             return outputs
         if logits not in self._made and len(since) != 1:
             raise BatchError(
@@ -158,15 +158,12 @@ class SequenceParallelStrategy:
                 "forward, or call strategy.handle.gather(logits, part) with the part they were computed from."
             )
         shard = self._made[logits] if logits in self._made else since[0]
-        return outputs if shard is None else self._gathered(outputs, shard)
+        return outputs if shard is None else self._gathered(outputs, handle.gather(logits, shard))
 
     postprocess_outputs = postprocess
 
-    def _gathered(self, outputs: Any, shard: Shard) -> Any:
-        logits = _logits(outputs)
-        if self.handle is None or logits is None or not self.config.gather_logits:
-            return outputs
-        whole = self.handle.gather(logits, shard)
+    def _gathered(self, outputs: Any, whole: Tensor) -> Any:
+        """Return outputs with whole logits in place of their own."""
         self._made[whole] = None
         if isinstance(outputs, Tensor):
             return whole
@@ -208,7 +205,10 @@ class _ShardingForward:
             raise BatchError(f"Pass a batch by name; got {len(args)} tensors without one.")
         batch = {**({"input_ids": args[0]} if args else {}), **kwargs}
         part = handle.shard(batch)
-        outputs = strategy._gathered(self.prepared(**part), part[CONTEXT])
+        outputs = self.prepared(**part)
+        logits = _logits(outputs)
+        if logits is not None and strategy.config.gather_logits:
+            outputs = strategy._gathered(outputs, handle.gather(logits, part[CONTEXT]))
         return strategy._returned(outputs, None)
 
 

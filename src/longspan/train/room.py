@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.config import ModelConfig
@@ -16,7 +17,35 @@ from longspan.integrations.quantize import needed_bytes
 from longspan.integrations.transformers.automatic import host_bytes
 from longspan.integrations.transformers.parts import blocks_of
 
+Build = Callable[[bool], Any]
+"""Builds a model on the CPU, or, given True, without weights on the meta device."""
+
 _SMALLER = "or take a smaller model or model.dtype."
+
+
+def blank_model(build: Build, device: torch.device, engine: str, compute_dtype: torch.dtype | None) -> Any | None:
+    """Return the model without weights, where the first process alone is to build it with them.
+
+    None where each process builds the whole: one alone, or packed weights.
+
+    Args:
+        device: where weights come to.
+        engine: who will hold them.
+
+    Raises:
+        ConfigError: they are more than the device has free.
+    """
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if processes == 1:
+        return None
+    blank = build(True)
+    if getattr(blank.config, "quantization_config", None) is not None:
+        return None
+    if engine in ("fsdp2", "zero-3"):
+        check_share(blank, device, processes, compute_dtype)
+    else:
+        check_memory(blank, device)
+    return blank
 
 
 def check_memory(model: Any, device: torch.device, quantization: str = "none") -> None:

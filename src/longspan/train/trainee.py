@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,8 @@ from longspan.optim import Stepping, build_optimizer, choose_stepping
 from longspan.plan.keep import Keep, Memory
 from longspan.train.meter import Meter
 from longspan.train.metrics import model_work
-from longspan.train.room import check_host, check_memory, check_share
+from longspan.train.room import Build, blank_model, check_host, check_memory
 from longspan.weights import whole_shape
-
-Build = Callable[[bool], Any]
-"""Builds the run's model on the CPU, or, given True, without weights on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -95,17 +91,13 @@ def _build(
     config: RunConfig, build: Build, device: torch.device, engine: str, compute_dtype: torch.dtype | None
 ) -> tuple[Any, Origin | None]:
     """Return the model with its adapters: on its device, or without weights and where they come from."""
-    kind, processes = config.model.quantization, dist.get_world_size() if dist.is_initialized() else 1
-    model: Any = None if processes == 1 or kind != "none" else build(True)
-    if model is None or getattr(model.config, "quantization_config", None) is not None:
+    kind = config.model.quantization
+    model = blank_model(build, device, engine, compute_dtype) if kind == "none" else None
+    if model is None:
         model = build(False)
         check_memory(model, device, kind)
         quantize_layers(model, kind, device)
         return add_adapter(model, config.adapter, config.seed).to(device).train(), None
-    if engine in ("fsdp2", "zero-3"):
-        check_share(model, device, processes, compute_dtype)
-    else:
-        check_memory(model, device)
     if is_first():
         check_host(model, config.model)
         model = build(False)

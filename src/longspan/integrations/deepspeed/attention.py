@@ -6,12 +6,11 @@ import re
 import sys
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from longspan.comm.symmetric import with_copy_engine
+from longspan.attention.axes import make_mesh
 from longspan.engines.mpu import MPU
 from longspan.engines.zero import check_version
 from longspan.errors import ConfigError, ModelError, TopologyError
@@ -23,9 +22,7 @@ from longspan.integrations.deepspeed.intercept import (
     interceptions,
 )
 from longspan.integrations.refusals import head_counts
-from longspan.mesh import Mesh, build_mesh, data_parallel_ranks, device_type
 from longspan.once import tell
-from longspan.plan.degrees import choose_degrees
 
 _HUB = re.compile(r"[^/:|]+/[^/:|]+(@[^/:]+)?(:[^/:]+)?")
 """A kernel on the Hugging Face Hub, `org/name[@revision][:function]`."""
@@ -70,7 +67,7 @@ class UlyssesSPAttentionHF:
 
         Raises:
             ConfigError: a size below 1, a fixed length that is missing, a name or DeepSpeed that cannot be used.
-            TopologyError: processes or heads that cannot be divided so.
+            TopologyError: processes or heads that cannot be divided so, or that differ between processes.
             ModelError: the model uses another attention implementation.
 
         Cost: process groups, at the first call; on GPUs of one node a quarter of a GiB of each.
@@ -81,17 +78,17 @@ class UlyssesSPAttentionHF:
             return None
         if not seq_length_is_variable and length is None:
             raise ConfigError("Set seq_length to the tokens of every row, or seq_length_is_variable=True.")
-        ranks = _ranks(sequence_parallel_size)
+        _check_initialized(sequence_parallel_size)
         config, loaded = _config(model_name_or_path)
         name = _checked_name(core_attn_implementation, config, loaded)
         fixed = None if seq_length_is_variable else length
-        settings = (sequence_parallel_size, fixed, disable_in_eval)
-        identity = identity_of(config)
+        identity, settings = identity_of(config), (sequence_parallel_size, fixed, disable_in_eval)
         found = next((each for each in interceptions() if each.name == name), None)
         for registration in found.registrations if found else ():
             if (registration.identity, registration.settings) == (identity, settings):
                 return registration.mpu
-        mesh = _mesh(config, ranks)
+        heads, kv_heads = head_counts(config)
+        mesh = make_mesh(sequence_parallel_size, heads=heads, kv_heads=kv_heads)
         registration = Registration(
             identity, settings, MPU(mesh), _kernel(name), Contexts(mesh, fixed), disable_in_eval
         )
@@ -126,14 +123,12 @@ def _check_call(sequence_parallel_size: Any, micro_batch_size: Any) -> None:
             raise ConfigError(f"{name} must be an integer of at least 1, got {number!r}.")
 
 
-def _ranks(size: int) -> torch.Tensor:
-    """Return the processes as [dp, sp]: neighbours share rows."""
+def _check_initialized(size: int) -> None:
     if not dist.is_initialized():
         raise TopologyError(
             f"sequence_parallel_size {size} needs {size} processes, but torch.distributed is not initialised: call "
             "deepspeed.init_distributed() or torch.distributed.init_process_group() first."
         )
-    return data_parallel_ranks(size, None)
 
 
 def _config(model: Any) -> tuple[PreTrainedConfig, bool]:
@@ -175,13 +170,3 @@ def _kernel(name: str) -> str:
         return name
     tell(f"longspan: attention '{name}' names the models that are served; longspan picks the kernel")
     return "auto"
-
-
-def _mesh(config: PreTrainedConfig, ranks: torch.Tensor) -> Mesh:
-    """Divide the processes by the heads of a model."""
-    kind = device_type()
-    node = torch.cuda.device_count() if kind == "cuda" else None
-    degrees = choose_degrees(*head_counts(config), ranks.shape[1], node)
-    mesh = build_mesh(ranks, degrees, kind)
-    mesh, _ = with_copy_engine(mesh, torch.device(kind))
-    return mesh

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,25 +13,16 @@ from torch import Tensor
 from longspan.offload import OffloadedCheckpoints, offload_checkpoints
 
 
-def get_checkpoint_hidden_states_offloading_ctx_manager(
-    use_pin_memory: bool = True,
-    use_streams: bool = True,
-    min_offload_bytes: int = 1024,
-    max_fwd_stash_count: int = 2,
-    max_cpu_buffer_pool_count: int = 64,
-    keep_last_count: int = 1,
-) -> OffloadedCheckpoints:
+@functools.wraps(offload_checkpoints, assigned=())
+def get_checkpoint_hidden_states_offloading_ctx_manager(*settings: Any, **named: Any) -> OffloadedCheckpoints:
     """As `longspan.offload_checkpoints`; DeepSpeed, once imported, pins the memory and counts it in its statistics.
 
     Raises:
         ConfigError: also inside the context, where DeepSpeed locks memory that the device does not know of.
     """
-    context = offload_checkpoints(
-        use_pin_memory, use_streams, min_offload_bytes, max_fwd_stash_count, max_cpu_buffer_pool_count, keep_last_count
-    )
     if "deepspeed" in sys.modules:
-        context.pool.allocate = _by_accelerator
-    return context
+        named.setdefault("allocate", _by_accelerator)
+    return offload_checkpoints(*settings, **named)
 
 
 def _by_accelerator(nbytes: int, pinned: bool) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.integrations.multimodal import Sight, sight_of, text_trunk
+from longspan.integrations.multimodal import Sight, decoder_layers, sight_of, text_trunk
 from longspan.integrations.transformers.norm import final_norm
 from longspan.integrations.transformers.rope import rotary_kinds
 
@@ -77,7 +77,7 @@ class Parts:
                 "such as those of AutoModelForCausalLM."
             )
         trunk, prefix = text_trunk(found)
-        name, layers = _layers(found)
+        name, layers = decoder_layers(found)
         rotaries = tuple(module for module in trunk.modules() if rotary_kinds(module))
         weight: Any = embedding.weight
         place = device if weight.is_meta and device is not None else weight.device
@@ -97,16 +97,7 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
         ModelError: they cannot be found.
     """
     sight = sight_of(model)
-    return [*(() if sight is None else cast(Any, sight.tower).blocks), *_layers(model)[1]]
-
-
-def _layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the list of decoder layers, and its name in the trunk."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    for name, module in text_trunk(model)[0].named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
-    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers that longspan can find.")
+    return [*(() if sight is None else cast(Any, sight.tower).blocks), *decoder_layers(model)[1]]
 
 
 def unwrap(model: nn.Module, device: torch.device | None) -> PreTrainedModel:
