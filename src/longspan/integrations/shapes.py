@@ -53,20 +53,20 @@ def model_shape(
     if isinstance(model, nn.Module):
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
         return _describe(inner, getattr(inner, "name_or_path", "") or type(inner).__name__, operands)
-    named = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__
-    name = name or named
+    own = model if isinstance(model, str) else getattr(model, "name_or_path", "") or type(model).__name__
+    called: str = name or own
     config = load_model_config(ModelConfig(name=model, init="random")) if isinstance(model, str) else model
     try:
         with torch.device("meta"):
             built = auto_class(config).from_config(config, trust_remote_code=False)
     except ConfigError as error:
-        raise ModelError(f"{name} cannot be planned: {error}") from None
+        raise ModelError(f"{called} cannot be planned: {error}") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{name} cannot be planned, as it is no causal language model of text: {reason}") from None
+        raise ModelError(f"{called} cannot be planned, as it is no causal language model of text: {reason}") from None
     if adapter is not None:
-        return replace(model_shape(add_adapter(built, adapter, seed=0)), name=name)
-    return _describe(built, name, operands)
+        return replace(model_shape(add_adapter(built, adapter, seed=0)), name=called)
+    return _describe(built, called, operands)
 
 
 def _describe(model: Any, name: str, operands: Sequence[Operands] | None) -> ModelShape:
