@@ -122,7 +122,7 @@ def test_a_link_that_is_cut_is_noticed(hosts: None, tmp_path: Path) -> None:
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 3):
         assert time.monotonic() < until and all(process.poll() is None for process in both)
         time.sleep(0.2)
-    time.sleep(LIMIT_S / 5)  # each host leaves word every tenth of the limit: let both have done so since a step
+    time.sleep(LIMIT_S / 3)  # each host leaves word every tenth of the limit: let both have done so since a step
     ip("-n", HOSTS[0], "link", "set", LINKS[0], "down")
     cut = time.monotonic()
     reports = [tmp_path / "out" / f"watchdog-rank{rank}.txt" for rank in (0, 1)]
