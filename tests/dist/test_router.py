@@ -20,8 +20,8 @@ from longspan.check.float64 import float64_throughout
 from longspan.errors import ModelError
 from longspan.integrations.transformers import forward
 from longspan.plan.keep import Keep, Memory
+from longspan.stream.gradients import Gradients
 from longspan.stream.routing import Choices, TileRouting
-from longspan.stream.run import Gradients
 from models import Rows, build
 from pool import RunRanks
 from steps import COEFFICIENT, Case, Errors, all_errors, gradients, make, truth_of

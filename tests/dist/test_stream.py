@@ -19,8 +19,8 @@ from longspan.errors import ConfigError, ModelError, TrainingError
 from longspan.plan.keep import Keep, Memory
 from longspan.stream import prefix
 from longspan.stream.function import StreamedLayer
+from longspan.stream.gradients import Gradients
 from longspan.stream.prefix import Prefix
-from longspan.stream.run import Gradients
 from longspan.tiled import TiledFunction
 from longspan.tiling import Ambient
 from models import Rows, WideMode, build, gradients, one_device
