@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from longspan.plan import library
 from pool import RunRanks, open_pool
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("busy", deadline=None)  # other work on the machine makes examples slow
+hypothesis.settings.load_profile("busy")
 library.OWN_FILE = Path(os.devnull)  # machines of whoever runs the tests must not change plans
 
 
