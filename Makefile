@@ -3,9 +3,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-# Test processes at a time, each with a pool of its own; a file's tests stay together.
+# Tests that need one process run in so many at a time, a file's together. Those on several processes have the machine to
+# themselves: two pools on two cores wait for each other's ranks more than they gain.
 PROCESSES ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest
+SIDE_BY_SIDE := -n $(PROCESSES) --dist loadfile
 
 .PHONY: train test test-all check clean
 
@@ -13,16 +15,17 @@ train: $(READY)
 	$(BIN)/longspan train examples/quickstart.yaml --overwrite
 
 test: $(READY)
-	$(PYTEST)
+	$(PYTEST) $(SIDE_BY_SIDE) $(CELLS) -m "not dist"
+	$(PYTEST) $(CELLS) -m dist
 
-test-all: $(READY)
-	$(PYTEST) --all-cells
+test-all: CELLS := --all-cells
+test-all: test
 
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(PYTEST) -m "not slow and not dist and not gpu and not multi_gpu"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not dist and not gpu and not multi_gpu"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "longspan needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -15,8 +15,11 @@ from longspan.plan import library
 from pool import RunRanks, open_pool
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("busy", deadline=None)  # other work on the machine makes examples slow
-hypothesis.settings.load_profile("busy")
+with suppress(ImportError):  # tests on GPUs need no hypothesis
+    import hypothesis
+
+    hypothesis.settings.register_profile("busy", deadline=None)  # other work on the machine makes examples slow
+    hypothesis.settings.load_profile("busy")
 library.OWN_FILE = Path(os.devnull)  # machines of whoever runs the tests must not change plans
 
 

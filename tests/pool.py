@@ -42,7 +42,7 @@ class Pool:
         grace_s: what the other ranks get to finish once one has failed.
     """
 
-    def __init__(self, timeout_s: float = 60, grace_s: float = 5) -> None:
+    def __init__(self, timeout_s: float = 120, grace_s: float = 5) -> None:
         self.timeout_s, self.grace_s = timeout_s, grace_s
         self._folder = tempfile.TemporaryDirectory(prefix="longspan-pool-")
         self._workers: list[tuple[Any, Connection]] = []
@@ -193,7 +193,7 @@ def _join(rank: int, world: int, store: str, group: tuple[int, str] | None) -> t
     if group != (world, store):
         _leave()
         dist.init_process_group(
-            "gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=50)
+            "gloo", store=FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=100)
         )
     return world, store
 
