@@ -345,4 +345,4 @@ def timeouts(limit_s: float) -> list[float]:
 def test_collectives_wait_longer_than_the_watchdog(run_ranks: Any) -> None:
     """The default group is given its time when it is made."""
     for axis, everyone in run_ranks(4, timeouts, 7000.0):
-        assert axis > 3 * 7000 and everyone < 100
+        assert axis > 3 * 7000 > everyone
