@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, TopologyError
-from longspan.mesh import Mesh, build_mesh, data_parallel_ranks, device_type
+from longspan.mesh import Mesh, build_mesh, data_parallel_ranks, decide_together, device_type
 from longspan.plan.degrees import Degrees, choose_degrees
 
 
@@ -63,23 +63,16 @@ def _agreed(divide: Callable[[], tuple[torch.Tensor, Degrees]]) -> tuple[torch.T
     """Return the processes as [dp, sp] and the degrees, if all came to the same; else all raise, and nobody waits."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return divide()
-    error: Exception | None = None
-    divided: Any = None
-    try:
-        divided = divide()
-        told = f"{len(divided[0])} rows at a time, ulysses {divided[1].ulysses} x ring {divided[1].ring}"
-    except Exception as raised:
-        error, told = raised, None
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (told, str(error)))
-    if error is not None:
-        raise error
-    for rank, (found, problem) in enumerate(everyone):
-        if found is None:
-            raise TopologyError(f"Process {rank} cannot make the mesh, so no process does: {problem}")
-        if found != everyone[0][0]:
+
+    def told(divided: tuple[torch.Tensor, Degrees]) -> str:
+        ranks, degrees = divided
+        return f"{len(ranks)} rows at a time, ulysses {degrees.ulysses} x ring {degrees.ring}"
+
+    divided, everyone = decide_together(divide, told, "make the mesh, so no process does")
+    for rank, found in enumerate(everyone):
+        if found != everyone[0]:
             raise TopologyError(
-                f"Processes divide sequences differently: process 0 has {everyone[0][0]}, process {rank} has {found}. "
+                f"Processes divide sequences differently: process 0 has {everyone[0]}, process {rank} has {found}. "
                 "Give the same sizes, heads and degrees everywhere; where hosts have unlike numbers of GPUs, degrees."
             )
     return divided

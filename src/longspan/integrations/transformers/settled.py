@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 from longspan.attention.call import Kind
-from longspan.errors import LongspanError, TopologyError
+from longspan.errors import TopologyError
 from longspan.integrations.transformers.probe import Probed
 from longspan.kernels.protocol import Kernel
+from longspan.mesh import decide_together
 from longspan.plan.degrees import Degrees
 from longspan.plan.exchange import ExchangeRule
 from longspan.plan.keep import Memory
@@ -55,29 +55,8 @@ def settle_together(settle: Callable[[], Settled], ranks: int) -> Settled:
     """
     if ranks == 1:
         return settle()
-    settled: Settled | None = None
-    told: Any
-    error: Exception | None = None
-    try:
-        settled = settle()
-        told = settled.told()
-    except Exception as raised:  # whatever it is, the others would wait
-        error = raised
-        told = str(raised) if isinstance(raised, LongspanError) else f"{type(raised).__name__}: {raised}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
-    if error is not None:
-        raise error
-    assert settled is not None
-    _refuse_differences(everyone, dist.get_rank())
-    return settled
-
-
-def _refuse_differences(everyone: list[Any], own: int) -> None:
-    """Raise if a process could not settle, or if two settled differently."""
-    for rank, told in enumerate(everyone):
-        if isinstance(told, str):
-            raise TopologyError(f"Process {rank} cannot prepare the model, so process {own} does not: {told}")
+    own = dist.get_rank()
+    settled, everyone = decide_together(settle, Settled.told, f"prepare the model, so process {own} does not")
     for name in everyone[own]:
         found = [told[name] for told in everyone]
         other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
@@ -87,3 +66,4 @@ def _refuse_differences(everyone: list[Any], own: int) -> None:
                 f"{found[other][:300]}. Prepare the same model with the same settings everywhere, with the same "
                 "packages on each host; degrees and kernel can be named."
             )
+    return settled
