@@ -37,6 +37,7 @@ from longspan.cli import bench as commands
 from longspan.cli.app import app
 from longspan.cli.bench_flags import StepFlags
 from longspan.cli.bench_jobs import WorkJob
+from longspan.config import AdapterConfig
 from longspan.errors import ConfigError
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import untrained_model
@@ -141,6 +142,17 @@ def test_one_process(run_ranks: RunRanks, tmp_path: Path, optimizer: str) -> Non
     found = run_ranks(1, measured, asked, str(tmp_path), timeout_s=TIMEOUT_S)[0]
     assert [row["state"] for row in found["rows"]] == ["done"]
     assert next(iter(found["gates"])).startswith("single" if optimizer == "adamw-host" else "fsdp2")
+
+
+def test_adapters_in_place_of_the_model(run_ranks: RunRanks, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    asked = Asked(
+        Work("tiny-llama", 2, adapter=AdapterConfig(kind="lora", rank=4)), (Setting("16/x+O/-", 60),), steps=1
+    )
+    found = run_ranks(2, measured, asked, str(tmp_path), timeout_s=TIMEOUT_S)[0]
+    assert [row["state"] for row in found["rows"]] == ["done"]
+    written = json.loads(Path(found["path"]).read_text())
+    assert written["asked"]["work"]["adapter"]["rank"] == 4
 
 
 def test_no_number_without_a_proof(run_ranks: RunRanks, tmp_path: Path) -> None:

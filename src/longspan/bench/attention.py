@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from statistics import NormalDist
@@ -81,7 +81,7 @@ class Way:
 
 def measure_attention(asked: Exchanging, target: Target, deadline: Deadline, device: torch.device) -> Any:
     """Time attention's forward and backward over all processes, dense and packed; every rank calls it."""
-    results = Results.open(target, "attention", asdict(asked), device)
+    results = Results.open(target, "attention", asked, device)
     heads = asked.heads
     exchanged = {name: Way(mesh) for name, mesh in ways(asked, results, device).items()}
     by_documents = Way(build_mesh(data_parallel_ranks(asked.sp, None), Degrees(1, asked.sp, ""), device.type), True)

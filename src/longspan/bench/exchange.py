@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ class Exchanging:
 
 def measure_exchange(asked: Exchanging, target: Target, deadline: Deadline, device: torch.device) -> Any:
     """Time exchanges to heads and back, by collectives and, where they work, by copy engines; every rank calls it."""
-    results = Results.open(target, "exchange", asdict(asked), device)
+    results = Results.open(target, "exchange", asked, device)
     for way, mesh in ways(asked, results, device).items():
         axis, heads = mesh.ulysses, asked.heads
         split = HeadSplit(heads.query, heads.key, axis.size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def measure(
     Raises:
         TrainingError: out of memory, which ends all ranks; rows before it are in the file.
     """
-    results = Results.open(target, "fit" if asked.fit else "step", asdict(asked), device)
+    results = Results.open(target, "fit" if asked.fit else "step", asked, device)
     cases = [case for setting in asked.settings if (case := _decide(config, asked, setting, results, device))]
     proven = _prove(config, cases, results, deadline, device)
     try:

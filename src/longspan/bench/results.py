@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch.cuda import nccl
 
 from longspan.bench.figures import figures_of
@@ -49,11 +50,11 @@ class Results:
         self.path, self.content = path, content
 
     @classmethod
-    def open(cls, target: Target, what: str, asked: dict[str, Any], device: torch.device) -> Results:
+    def open(cls, target: Target, what: str, asked: Any, device: torch.device) -> Results:
         """Begin a file, or go on with the one that the pointer names.
 
         Args:
-            asked: settings, as plain values.
+            asked: settings, a dataclass.
         """
         if dist.is_initialized() and dist.get_rank():
             return cls(None, _content({}, {}))
@@ -62,7 +63,7 @@ class Results:
             return cls.load(Path(pointer.read_text(encoding="utf-8")))
         about = environment(what, target, device)
         path = _fresh(Path(target.folder), f"{what}_{_gpu_name(about)}_{about['date']}")
-        results = cls(path, _content(about, asked))
+        results = cls(path, _content(about, TypeAdapter(type(asked)).dump_python(asked, mode="json")))
         results.save()
         if pointer is not None:
             pointer.write_text(str(path), encoding="utf-8")
