@@ -43,6 +43,7 @@ from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import untrained_model
 from longspan.kernels.cpu import Cpu
 from longspan.mask import Mask
+from longspan.tiling import GradientSum
 from pool import RunRanks
 
 pytestmark = pytest.mark.dist
@@ -50,6 +51,7 @@ pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
 ENOUGH = Deadline(None)
 TIMEOUT_S = 180
+RANK = 4
 ROW_KEYS = {"system", "memory", "tokens", "state", "gate", "step_s", "steps", "losses", "peak_gib", "host_gib"}
 
 
@@ -90,12 +92,23 @@ def lost_keys() -> Any:
     return patch.object(Gathering, "on", on)
 
 
+def lost_adapters() -> Any:
+    """Lose a share of the gradients of adapters in layers that run in tiles."""
+    right = GradientSum.add
+
+    def add(self: GradientSum, grads: Any) -> None:
+        right(self, [g if g is None or RANK not in g.shape else 0.99 * g for g in grads])
+
+    return patch.object(GradientSum, "add", add)
+
+
 MISTAKES = {
     "": contextlib.nullcontext,
     "backward": wrong_backward,
     "exchange": wrong_exchange,
     "borders": lost_documents,
     "keys": lost_keys,
+    "adapters": lost_adapters,
 }
 
 
@@ -144,15 +157,19 @@ def test_one_process(run_ranks: RunRanks, tmp_path: Path, optimizer: str) -> Non
     assert next(iter(found["gates"])).startswith("single" if optimizer == "adamw-host" else "fsdp2")
 
 
-def test_adapters_in_place_of_the_model(run_ranks: RunRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mistake", ["", "adapters"])
+def test_adapters_in_place_of_the_model(run_ranks: RunRanks, tmp_path: Path, mistake: str) -> None:
     pytest.importorskip("peft")
-    asked = Asked(
-        Work("tiny-llama", 2, adapter=AdapterConfig(kind="lora", rank=4)), (Setting("16/x+O/-", 60),), steps=1
-    )
-    found = run_ranks(2, measured, asked, str(tmp_path), timeout_s=TIMEOUT_S)[0]
-    assert [row["state"] for row in found["rows"]] == ["done"]
+    adapter = AdapterConfig(kind="lora", rank=RANK)
+    asked = Asked(Work("tiny-llama", 2, adapter=adapter), (Setting("16/x+O/-", 60),), steps=1)
+    found = run_ranks(2, measured, asked, str(tmp_path), mistake, timeout_s=TIMEOUT_S)[0]
+    ((name, proof),) = found["gates"].items()
+    assert name == "fsdp2 110 16/x+O/- lora 4"
+    assert proof["ok"] is (mistake == "")
+    state = found["rows"][0]["state"]
+    assert state.startswith("gate failed: document 2x1: grad_rel_err") if mistake else state == "done"
     written = json.loads(Path(found["path"]).read_text())
-    assert written["asked"]["work"]["adapter"]["rank"] == 4
+    assert written["asked"]["work"]["adapter"]["rank"] == RANK
 
 
 def test_no_number_without_a_proof(run_ranks: RunRanks, tmp_path: Path) -> None:
