@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +44,7 @@ from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import untrained_model
 from longspan.kernels.cpu import Cpu
 from longspan.mask import Mask
+from longspan.stream.arena import HostMemory
 from longspan.tiling import GradientSum
 from pool import RunRanks
 
@@ -237,6 +239,43 @@ def predicted_to_take_long(folder: str) -> dict[str, Any]:
     row = results.begin({})
     Steps(1)(build(config, work, [memory], CPU), case, row, results, Deadline(time.time() + 1e5))
     return row
+
+
+def pins_of_a_row(folder: str, way: str, reserves: bool) -> tuple[int, int, dict[str, Any]]:
+    """Measure a row; return up to which byte memory was pinned before the long step, and in it."""
+    setting = Setting("16/x+O/-/gpu=0,host=64MiB", 96)
+    memory, work, pinned = parse_memory(setting.memory), Work("tiny-llama", 1), {True: 0, False: 0}
+    case = Case(setting, memory, small(preset_config("tiny-llama"), work, memory, 96, CPU), {})
+    load, long = build(preset_config("tiny-llama"), work, [memory], CPU), False
+    right = Workload.step
+
+    def step(self: Workload, ids: torch.Tensor, lr: float = 1e-5) -> float:
+        nonlocal long
+        long = ids.shape[1] == 96
+        return right(self, ids, lr)
+
+    def pin(self: HostMemory, start: int, stop: int) -> None:
+        pinned[long] = max(pinned[long], stop)
+
+    load.use(memory)
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(Workload, "step", step))
+        patches.enter_context(patch.object(HostMemory, "pin", pin))
+        if not reserves:
+            patches.enter_context(patch.object(Workload, "reserve"))
+        results = Results.open(Target(folder), way, {}, CPU)
+        row = results.begin({})
+        {"step": Steps(1), "fit": fit}[way](load, case, row, results, ENOUGH)
+    return pinned[False], pinned[True], row
+
+
+@pytest.mark.parametrize("way", ["step", "fit"])
+def test_host_memory_is_pinned_before_the_clock_starts(run_ranks: RunRanks, tmp_path: Path, way: str) -> None:
+    ((before, within, row),) = run_ranks(1, pins_of_a_row, str(tmp_path), way, True)
+    assert before == within > 0
+    assert row["state"] == "done" and row["pinned_s"] >= 0
+    ((before, within, _),) = run_ranks(1, pins_of_a_row, str(tmp_path), way, False)
+    assert before < within
 
 
 def test_what_would_take_too_long_is_not_begun(run_ranks: RunRanks, tmp_path: Path) -> None:
