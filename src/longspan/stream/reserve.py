@@ -89,8 +89,6 @@ class Foresight:
         keep = self.keeps[last]
         if keep.has_out or keep is Keep.GRAPH or passage.whole or passage.operands[last].recurrent:
             return 0.0
-        if keep.rebuilds or passage.memory.of(last + 1).rebuilds:  # a segment has let its hidden states go by then
-            self.held[last] = dict.fromkeys(self.held[last], 0.0)
         left = self._left()  # filled up tile by tile
         away = passage.bytes(last, Keep.OUT, self.x) - (left.gpu_bytes or 0)
         return self._in(Tier.HOST) + min(left.host_bytes, max(0, away))
