@@ -82,8 +82,8 @@ class FlaRule:
 def _backward_problem(device: torch.device) -> str | None:
     """Say why the library would raise in its backward on a device, or None.
 
-    Some versions of Triton compile one of its kernels wrongly for Hopper. It raises when that is called, unless TileLang
-    is there to take its place: after a first forward, and after minutes of compiling.
+    Some versions of Triton compile one of its kernels wrongly for Hopper. It raises when that is called, which is after
+    a first forward and minutes of compiling, unless TileLang is there to take its place.
 
     Source: fla/ops/common/chunk_o.py and its TileLang backend, in 0.5.2 and 0.6.0.
     """
