@@ -7,7 +7,10 @@ import importlib.util
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import longspan
 from longspan.errors import ConfigError
 from longspan.optim import HostAdamW, StepInBackward, build_optimizer, set_learning_rate
+from longspan.optim.staging import PinnedLane
 from longspan.plan.keep import Keep, Memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -109,10 +113,17 @@ def build(dtype: torch.dtype, tied: bool = False) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).cuda()
 
 
-def train(kind: str, inside: bool, tied: bool, memory: Memory) -> tuple[dict[str, Tensor], list[float]]:
+def train(kind: str, inside: bool, tied: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Take four steps of which a GPU makes the same bits each time.
+
+    Kernels that add up the gradient of q in any order do not: a dozen of its elements rounded the other way move the
+    norms of later steps by several percent, as Adam gives every parameter a step of its own size.
+    """
     model = build(torch.bfloat16, tied)
-    handle = longspan.prepare(model, 1, memory=memory)
-    optimizer = build_optimizer(kind, model, lr=1.0, weight_decay=0.1)
+    handle = longspan.prepare(model, 1, memory=Memory(128, Keep.X_O), kernel="reference")
+    optimizer: Any = build_optimizer(kind, model, lr=1.0, weight_decay=0.1)
+    if kind == "adamw8bit":
+        optimizer.bf16_stochastic_round = False
     stepping = StepInBackward(optimizer) if inside else None
     norms = []
     for step in range(1, 5):
@@ -134,20 +145,31 @@ def train(kind: str, inside: bool, tied: bool, memory: Memory) -> tuple[dict[str
     return {n: p.detach().clone() for n, p in model.named_parameters()}, norms
 
 
+@contextmanager
+def late_copies() -> Iterator[None]:
+    """Hold up what comes back from the host: whoever does not wait for it has the parameters of the step before."""
+    store = PinnedLane.store
+
+    def late(lane: PinnedLane, result: Tensor, target: Tensor) -> None:
+        with torch.cuda.stream(lane._stream):
+            busy(1)
+        store(lane, result, target)
+
+    with patch.object(PinnedLane, "store", late):
+        yield
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["adamw", "adamw-host", pytest.param("adamw8bit", marks=needs_torchao)])
 def test_inside_equals_after(kind: str, tied: bool) -> None:
-    memory = Memory(128, Keep.X_O)
-    expected, norms = train(kind, False, tied, memory)
-    found, others = train(kind, True, tied, memory)
-    again, _ = train(kind, False, tied, memory)
-    assert others == pytest.approx(norms, rel=1e-3)
-    repeatable = all(torch.equal(again[name], value) for name, value in expected.items())
+    expected, norms = train(kind, False, tied)
+    again, _ = train(kind, False, tied)
+    with late_copies():
+        found, others = train(kind, True, tied)
     for name, value in expected.items():
-        if repeatable and kind != "adamw8bit":  # which rounds at random
-            assert torch.equal(found[name], value), name
-        else:
-            assert (found[name] - value).float().norm() <= 0.1 * value.float().norm(), name
+        assert torch.equal(again[name], value), f"{name}: steps after backward are not repeatable"
+        assert torch.equal(found[name], value), name
+    assert others == pytest.approx(norms, rel=1e-5)
 
 
 def test_gpu_memory_beyond_parameters_is_what_waits() -> None:

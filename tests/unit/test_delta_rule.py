@@ -251,6 +251,7 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
 
 @pytest.mark.usefixtures("fla")
@@ -291,3 +292,54 @@ def test_the_rule_is_chosen_by_name_and_said() -> None:
             rule, note = pick_rule("fa4", cuda)
     assert rule.name == "torch"
     assert note == "gated delta rule in PyTorch, slowly: it needs flash-linear-attention 0.5.2, 0.4.2 is installed"
+
+
+@pytest.mark.usefixtures("fla")
+@pytest.mark.parametrize(
+    ("major", "triton", "tilelang", "nvcc", "environment", "wrong"),
+    [
+        (9, "3.6.0", False, True, {}, True),
+        (9, "3.4.0", False, False, {}, True),
+        (9, "3.7.0+git1", True, False, {}, True),
+        (9, "3.6.0", True, True, {}, False),
+        (9, "3.6.0", True, True, {"FLA_TILELANG": "1"}, False),
+        (9, "3.6.0", True, True, {"FLA_TILELANG": "0"}, True),
+        (9, "3.6.0", True, True, {"FLA_DISABLE_BACKEND_DISPATCH": "1"}, True),
+        (9, "3.3.1", False, False, {}, False),
+        (9, "3.7.1", False, False, {}, False),
+        (9, "3.10.0", False, False, {}, False),
+        (8, "3.6.0", False, False, {}, False),
+        (10, "3.6.0", False, False, {}, False),
+    ],
+)
+def test_a_backward_that_the_library_refuses_is_found_before_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+    major: int,
+    triton: str,
+    tilelang: bool,
+    nvcc: bool,
+    environment: dict[str, str],
+    wrong: bool,
+) -> None:
+    for name in ("FLA_TILELANG", "FLA_DISABLE_BACKEND_DISPATCH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    compiler: Any = ModuleType("triton")
+    compiler.__version__ = triton
+    utils: Any = ModuleType("fla.utils")
+    utils.has_usable_nvcc = lambda: nvcc
+    for module in (compiler, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("longspan.recurrent.fla.find_spec", {"tilelang": compiler if tilelang else None}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr("longspan.recurrent.fla.device_problem", lambda device: None)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.6.0")
+    rule, note = pick_rule("fa4", torch.device("cuda"))
+    assert rule.name == ("torch" if wrong else "fla")
+    assert note == (
+        f"gated delta rule in PyTorch, slowly: Triton {triton} compiles the backward of flash-linear-attention wrongly "
+        "for this GPU (Hopper); it needs Triton 3.7.1 or later, or tilelang and nvcc"
+        if wrong
+        else "gated delta rule of flash-linear-attention"
+    )

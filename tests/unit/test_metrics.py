@@ -13,19 +13,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from longspan.config import RunConfig, parse_config
+from longspan.errors import ConfigError
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
 from longspan.integrations.shapes import expert_counts, model_shape
 from longspan.mesh import Mesh
 from longspan.train import meter as meter_module
+from longspan.train import trainee as trainee_module
 from longspan.train.meter import Meter
 from longspan.train.metrics import PHASES, Memory, MetricsFile, Row, Work, largest_memory, model_work, peak_flops
 from longspan.train.packing import Step
 from longspan.train.progress import Progress, describe, sparkline
 from longspan.train.schedule import learning_rate
+from longspan.train.trainee import assemble
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -261,6 +265,23 @@ def test_a_step_is_measured_from_its_data_to_its_optimizer(monkeypatch: pytest.M
     assert (second.gpu_bytes, second.peak_gpu_bytes, second.host_bytes, second.peak_host_bytes) == (4, 5, 7, 9)
     assert first.mfu == work.flops([60, 40]) / 14e3 and first.mfu_full == work.flops([60, 40], masked=False) / 14e3
     assert first.exchange_s == first.exchange_share == 0.0
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_peaks_before_a_run_are_not_its_own(monkeypatch: pytest.MonkeyPatch, used: bool) -> None:
+    """GPU memory of a notebook's earlier cells, say; the record begins anew before anything is built."""
+    gpu, done = torch.device("cuda", 0), []
+
+    def build_engine(*rest: object) -> None:
+        done.append("building")
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", done.append)
+    monkeypatch.setattr(trainee_module, "build_engine", build_engine)
+    with pytest.raises(ConfigError, match="enough"):
+        assemble(schedule(), lambda blank: nn.Linear(1, 1), gpu)
+    assert done == [*[gpu] * used, "building"]
 
 
 def schedule(**options: object) -> RunConfig:

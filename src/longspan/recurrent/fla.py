@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
-from importlib import metadata
+from importlib import import_module, metadata
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from longspan.recurrent.stretch import Stretch
 
 _MODULE, _PACKAGE = "fla.ops.gated_delta_rule", "flash-linear-attention"
 _OLDEST = (0, 5, 2)
+_WRONG_FROM, _RIGHT_FROM = (3, 4), (3, 7, 1)  # versions of Triton
 _LARGEST_HEAD_DIM = 256
 
 
@@ -28,13 +31,13 @@ class FlaRule:
 
     @staticmethod
     def missing(device: torch.device) -> str | None:
-        """Say why this rule cannot run on a device, or None."""
+        """Say why this rule cannot run on a device, forward and backward, or None."""
         if why := device_problem(device) or import_problem(_MODULE, _PACKAGE):
             return why
         found = metadata.version(_PACKAGE)
-        if tuple(int(n) for n in re.findall(r"\d+", found)[:3]) < _OLDEST:
+        if _numbers(found) < _OLDEST:
             return f"it needs {_PACKAGE} {'.'.join(map(str, _OLDEST))}, {found} is installed"
-        return None
+        return _backward_problem(device)
 
     def outputs(self, operands: Operands, stretch: Stretch, state: Tensor | None) -> Tensor:
         """See `Rule.outputs`."""
@@ -74,6 +77,36 @@ class FlaRule:
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=cu_seqlens,
         )
+
+
+def _backward_problem(device: torch.device) -> str | None:
+    """Say why the library would raise in its backward on a device, or None.
+
+    Some versions of Triton compile one of its kernels wrongly for Hopper. It raises when that is called, which is after
+    a first forward and minutes of compiling, unless TileLang is there to take its place.
+
+    Source: fla/ops/common/chunk_o.py and its TileLang backend, in 0.5.2 and 0.6.0.
+    """
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    found = import_module("triton").__version__
+    if not _WRONG_FROM <= _numbers(found) < _RIGHT_FROM or _tilelang():
+        return None
+    return (
+        f"Triton {found} compiles the backward of {_PACKAGE} wrongly for this GPU (Hopper); it needs Triton "
+        f"{'.'.join(map(str, _RIGHT_FROM))} or later, or tilelang and nvcc"
+    )
+
+
+def _tilelang() -> bool:
+    """Whether the library hands that kernel to TileLang: installed, with a compiler, and not switched off."""
+    if os.environ.get("FLA_TILELANG") == "0" or os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+        return False
+    return find_spec("tilelang") is not None and bool(import_module("fla.utils").has_usable_nvcc())
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
 
 
 def _listed(operands: Operands) -> tuple[Tensor, ...]:

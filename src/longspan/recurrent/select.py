@@ -19,7 +19,8 @@ def divided(heads: int, size: int) -> str:
 def pick_rule(kernel: str, device: torch.device) -> tuple[Rule, str]:
     """Return the rule that goes with a choice of kernel, and a note for the plan.
 
-    On CUDA it is flash-linear-attention's, or PyTorch's operations where that is missing, much slower and as exact.
+    On CUDA it is flash-linear-attention's, or PyTorch's operations where that is missing or wrong, much slower and
+    as exact.
 
     Args:
         kernel: the choice for attention; `reference` stands for the slow rule too.

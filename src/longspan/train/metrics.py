@@ -36,7 +36,8 @@ class Row:
         mfu: model FLOPs (causal attention, nothing recomputed) over what the GPUs could do in bf16; None where the
             peak or the model's count is unknown.
         mfu_full: the same, with attention counted as if nothing were masked, as some papers do.
-        peak_gpu_bytes, peak_host_bytes: largest over the ranks, since the start of the run.
+        peak_gpu_bytes, peak_host_bytes: largest over the ranks, since the start of the run; the host's since that of
+            the process, which knows no other.
         gpu_bytes: peak within the step; host_bytes: resident at its end; the largest over the ranks.
         step_s: from asking for the step's data to the end of its optimizer.
         data_s, forward_s, backward_s, reduce_s, optimizer_s, other_s: of the first process; they add up to step_s.
@@ -211,8 +212,8 @@ class Memory:
 def largest_memory(
     device: torch.device, mesh: Mesh, *flags: bool, before: int = 0
 ) -> tuple[Memory, Memory, tuple[bool, ...]]:
-    """Return what a process holds at most, now and since its start, the largest over `mesh.world`, and of each flag
-    whether some process has set it.
+    """Return what a process holds at most, now and in all, the largest over `mesh.world`, and of each flag whether some
+    process has set it.
 
     What a GPU holds now is its peak since PyTorch's record of it was last reset; of a host process, what is resident.
 

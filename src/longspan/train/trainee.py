@@ -60,11 +60,13 @@ def assemble(config: RunConfig, build: Build, device: torch.device) -> Trainee:
 
     Of several processes the first one builds it with weights, which then come to the others part by part, as the engine
     takes them. All results, random numbers included, are those of every process building the whole. Packed weights are
-    built by every process.
+    built by every process. The run's record of GPU memory begins here.
 
     Raises:
         LongspanError: whatever of the model, the degrees, the kernel or the engine cannot work.
     """
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)  # what this process did before is not the run's
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
     engine = build_engine(config.engine, world_size, compute_dtype)
