@@ -211,10 +211,16 @@ class Zero:
         return state
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Let go of the model, and of optimizer state and buffers: DeepSpeed's own end leaves them in cycles with the
+        parameters that nobody can collect, and stage 3 whatever layers it has gathered."""
         self._undo.close()
         if self.engine is not None:
+            if self.stage == 3:
+                self.engine.optimizer.parameter_offload.partition_all_parameters()
             self.engine.destroy()
+            vars(self.engine.optimizer).clear()
+            vars(self.engine).clear()
+            self.engine = self.module.engine = None
 
     def _divide(self, unit: nn.Module) -> None:
         """Have DeepSpeed divide the parameters of a part of the model now, in the type that it computes in."""
