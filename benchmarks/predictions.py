@@ -29,8 +29,8 @@ CONFIGURATIONS: list[tuple[str, int, int, int | None, bool]] = [
     # model, GPUs, tokens, rank of LoRA, held out
     ("llama-1b", 1, 32 << 10, None, False),
     ("llama-1b", 1, 128 << 10, None, False),
-    ("llama-1b", 1, 256 << 10, None, True),
-    ("llama-1b", 1, 512 << 10, 16, False),
+    ("llama-1b", 1, 256 << 10, None, False),
+    ("llama-1b", 1, 512 << 10, 16, True),
     ("llama-8b", 1, 32 << 10, 16, False),
     ("llama-8b", 1, 64 << 10, 16, True),
     ("llama-8b", 1, 128 << 10, 16, False),
