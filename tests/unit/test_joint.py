@@ -77,6 +77,25 @@ def test_of_an_adapter_and_its_layer_the_sum_is_kept() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_of_a_part_of_a_product_no_more_is_held() -> None:
+    """As of queries and a gate that one product returns: a view would hold the memory of both."""
+
+    def gated(x: Tensor, dy: Tensor, weight: Tensor) -> list[Tensor]:
+        trained = [t.requires_grad_() for t in (x, weight)]
+        with torch.enable_grad():
+            y = x * torch.sigmoid((x @ weight).chunk(2, -1)[1])
+            return [y.detach(), *torch.autograd.grad(y, trained, dy)]
+
+    torch.manual_seed(0)
+    given = [torch.randn(shape, dtype=DTYPE) for shape in ((7, 4), (7, 4), (4, 8))]
+    expected = gated(*[t.clone() for t in given])
+    forward, backward = divide(make_fx(gated, tracing_mode="fake")(*[t.clone() for t in given]), 1, range(1, 2))
+    y, *kept = forward(given[0], given[2])
+    assert [(tuple(t.shape), t.untyped_storage().nbytes()) for t in kept] == [((7, 4), 7 * 4 * DTYPE.itemsize)]
+    for found, wanted in zip((y, *backward(*given, *kept)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_what_fails_in_compiled_code_is_told() -> None:
     def backend(graph: Any, operands: Any) -> Any:
         def run(*tensors: Tensor) -> None:

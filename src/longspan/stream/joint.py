@@ -4,7 +4,7 @@ takes them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def divide(traced: GraphModule, results: int, tangents: range) -> tuple[GraphMod
     outputs = list(nodes[-1].args[0])
     given = [node for position, node in enumerate(inputs) if position not in tangents]
     products = _products(nodes, outputs[results:], {inputs[position] for position in tangents})
-    forward = _part(traced, given, [*outputs[:results], *products])
+    forward = _part(traced, given, [*outputs[:results], *map(_alone, products)])
     return forward, _part(traced, [*inputs, *products], outputs[results:])
 
 
@@ -79,7 +79,7 @@ def _products(nodes: Sequence[Node], gradients: Sequence[Any], tangents: set[Nod
     flow = networkx.DiGraph()
     flow.add_nodes_from(("derivative", "forward"))
     flow.add_edges_from(("derivative", (node, "kept")) for node in gradients if isinstance(node, Node))
-    for node in sources_of(gradients):
+    for node in _sources_of(gradients):
         flow.add_edge((node, "kept"), (node, "computed"), capacity=math.inf if node in behind else _bytes(node))
         flow.add_edges_from(((node, "computed"), (source, "kept")) for source in node.all_input_nodes)
         if node.target in _PRODUCTS and node not in behind:
@@ -88,13 +88,13 @@ def _products(nodes: Sequence[Node], gradients: Sequence[Any], tangents: set[Nod
     return [node for node in nodes if (node, "computed") in near and (node, "kept") not in near]
 
 
-def sources_of(outputs: Iterable[Any]) -> set[Node]:
-    """Return the nodes among `outputs` and all that they are computed from."""
+def _sources_of(outputs: Iterable[Any], without: Container[Node] = ()) -> set[Node]:
+    """Return the nodes among `outputs` and all that they are computed from, but for nodes that are given."""
     found: set[Node] = set()
     waiting = [node for node in outputs if isinstance(node, Node)]
     while waiting:
         node = waiting.pop()
-        if node not in found:
+        if node not in found and node not in without:
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found
@@ -106,6 +106,14 @@ def _bytes(node: Node) -> float:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else math.inf
 
 
+def _alone(node: Node) -> Node:
+    """Return a node whose result holds no more memory than its own: a copy, if it is a part of a larger tensor."""
+    if node.meta["val"].untyped_storage().nbytes() <= _bytes(node):
+        return node
+    with node.graph.inserting_after(node):
+        return node.graph.call_function(_aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+
+
 def _part(traced: GraphModule, inputs: Sequence[Node], outputs: Sequence[Any]) -> GraphModule:
     """Copy out of a function what computes `outputs` from `inputs`."""
     graph = Graph()
@@ -113,12 +121,7 @@ def _part(traced: GraphModule, inputs: Sequence[Node], outputs: Sequence[Any]) -
     for position, node in enumerate(inputs):
         known[node] = graph.placeholder(f"input_{position}")
         known[node].meta = dict(node.meta)
-    needed, waiting = set(), [node for node in outputs if isinstance(node, Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed and node not in known:
-            needed.add(node)
-            waiting.extend(node.all_input_nodes)
+    needed = _sources_of(outputs, without=known)
     for node in traced.graph.nodes:
         if node in needed:
             known[node] = graph.node_copy(node, lambda source: known[source])
