@@ -537,3 +537,51 @@ def skipping(stage: int) -> tuple[bool, float, bool, bool]:
 def test_a_skipped_step_is_not_called_applied(run_ranks: Any, stage: int) -> None:
     for told, _, moved, finite in run_ranks(2, skipping, stage):
         assert told == moved and not finite
+
+
+def closed(case: Case, broken: str) -> tuple[dict[str, str], bool]:
+    """Close after a step, or after one that failed; return what each later call says, and whether the model is free."""
+    with launched():
+        run = Run(case)
+        run.step(0)
+        layer = run.model.model.layers[-1]
+        part = run.handle.shard(micro_batches(0, 1)[0])
+        weight = run.model.lm_head.weight
+        if broken == "forward":
+            with patch.object(layer.mlp, "forward", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+                run.module(**part)
+        if broken == "gather":
+            weight.ds_status = type(weight.ds_status).INFLIGHT
+        run.engine.close()
+        run.engine.close()
+        said: dict[str, str] = {}
+        calls: dict[str, Any] = {
+            "forward": lambda: run.module(**part),
+            "accumulating": lambda: run.engine.accumulating(True).__enter__(),
+            "backward": lambda: run.engine.backward(torch.ones(())),
+            "step": run.engine.step,
+            "whole": lambda: run.engine.whole(weight),
+            "gradient": lambda: run.engine.gradient(weight),
+            "save": lambda: run.engine.save(Path("nowhere"), {}),
+            "load": lambda: run.engine.load(Path("nowhere")),
+        }
+        for name, call in calls.items():
+            with pytest.raises(TrainingError) as error:
+                call()
+            said[name] = str(error.value)
+        assert not run.engine.applied and not run.stepping.applied_early
+        assert len(run.stepping.optimizer.param_groups) == 1
+        run.handle.remove()
+        if case.stage < 3:
+            ids = torch.arange(8)[None]
+            run.model(input_ids=ids, labels=ids).loss.backward()
+        return said, all(p.grad is not None for p in run.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("stage", "broken"), [(0, ""), (1, ""), (1, "forward"), (2, "forward"), (3, ""), (3, "forward"), (3, "gather")]
+)
+def test_what_is_closed_says_so_and_leaves_the_model(run_ranks: Any, stage: int, broken: str) -> None:
+    for said, differentiates in run_ranks(2, closed, Case(stage, LAYOUTS["sp2 ulysses"]), broken):
+        assert len(set(said.values())) == 1 and "close" in said["forward"], said
+        assert differentiates == (stage < 3)

@@ -6,7 +6,7 @@ import importlib
 import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +138,12 @@ class Zero:
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
         """Let gradients be final in the last micro-batch's backward; stages 2 and 3 reduce in every one."""
-        self.engine.set_gradient_accumulation_boundary(last)
+        self._adopted().set_gradient_accumulation_boundary(last)
         yield
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate, and reduce."""
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self._adopted().backward(loss, scale_wrt_gas=False)
 
     def reduce(self) -> None:
         """Do nothing: backward has reduced."""
@@ -161,7 +161,7 @@ class Zero:
         norm: Any = None
         if self._clips_here:
             norm = clip_by_global_norm(self._model.parameters(), self._max_norm)
-        self.engine.step()
+        self._adopted().step()
         if not self.applied:
             return torch.tensor(float("inf"))
         return torch.as_tensor(self.engine.get_global_grad_norm() if norm is None else norm).detach()
@@ -173,6 +173,7 @@ class Zero:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a parameter as it is trained: whole, and in float32 where DeepSpeed steps that. Collective."""
+        self._adopted()
         trained = tensor.requires_grad and self.stage > 0
         master = self._deepspeed.utils.safe_get_full_fp32_param(tensor) if trained else None
         if master is not None:
@@ -184,6 +185,7 @@ class Zero:
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Return a gradient whole, in float32, until `step`. Collective."""
+        self._adopted()
         if not parameter.requires_grad:
             return None
         found = self._deepspeed.utils.safe_get_full_grad(parameter)
@@ -191,7 +193,7 @@ class Zero:
 
     def save(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Write parameters, optimizer state and `state` in DeepSpeed's own format. Collective."""
-        self.engine.save_checkpoint(str(folder), tag=_TAG, client_state=dict(state))
+        self._adopted().save_checkpoint(str(folder), tag=_TAG, client_state=dict(state))
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read what `save` wrote, on as many processes and at the same stage, and return its `state`. Collective.
@@ -200,8 +202,8 @@ class Zero:
             TrainingError: there is none, it is another stage's or world size's, or holds what would run code.
         """
         try:
-            with reading_records(self.engine):
-                path, state = self.engine.load_checkpoint(str(folder), tag=_TAG)
+            with reading_records(self._adopted()):
+                path, state = self._adopted().load_checkpoint(str(folder), tag=_TAG)
         except TrainingError:
             raise
         except Exception as error:
@@ -212,15 +214,32 @@ class Zero:
 
     def close(self) -> None:
         """Let go of the model, and of optimizer state and buffers: DeepSpeed's own end leaves them in cycles with the
-        parameters that nobody can collect, and stage 3 whatever layers it has gathered."""
+        parameters that nobody can collect, and stage 3 whatever layers it has gathered. At stages 0 to 2 the model can
+        be called as it is from then on."""
         self._undo.close()
-        if self.engine is not None:
-            if self.stage == 3:
-                self.engine.optimizer.parameter_offload.partition_all_parameters()
-            self.engine.destroy()
-            vars(self.engine.optimizer).clear()
-            vars(self.engine).clear()
-            self.engine = self.module.engine = None
+        engine, self.engine = self.engine, None
+        if engine is None:
+            return
+        self.module.engine = None
+        if self.stage == 3:
+            with suppress(RuntimeError):  # a gather failed: its error is the one to tell
+                engine.optimizer.parameter_offload.partition_all_parameters()
+        engine.destroy()
+        for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+            hook.remove()
+        if engine.optimizer is not engine.basic_optimizer:  # which is the caller's
+            vars(engine.optimizer).clear()
+        vars(engine).clear()
+
+    def _adopted(self) -> Any:
+        """Return DeepSpeed's engine.
+
+        Raises:
+            TrainingError: there is none.
+        """
+        if self.engine is None:
+            raise TrainingError(_NOT_ADOPTED)
+        return self.engine
 
     def _divide(self, unit: nn.Module) -> None:
         """Have DeepSpeed divide the parameters of a part of the model now, in the type that it computes in."""
@@ -258,11 +277,15 @@ class Held(nn.Module):
         """Call the model."""
         engine = self.__dict__["engine"]
         if engine is None:
-            raise TrainingError("DeepSpeed steps itself: call adopt(optimizer, max_norm) before the first forward.")
+            raise TrainingError(_NOT_ADOPTED)
         return engine(*args, **kwargs)
 
 
 _ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+_NOT_ADOPTED = (
+    "DeepSpeed steps itself: call adopt(optimizer, max_norm) before the first forward, and close() after the last use."
+)
 
 _TAG = "step"
 
