@@ -15,7 +15,7 @@ import longspan
 from longspan.config import AdapterConfig
 from longspan.integrations.adapters import add_adapter
 from longspan.integrations.quantize import dequantize_layers, quantize_layers
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.stream import quantized
 from longspan.stream.quantized import packed_size, quantised, whole_weight
 

@@ -24,9 +24,9 @@ from longspan.check.settings import Settings
 from longspan.cli.app import app
 from longspan.config import AdapterConfig
 from longspan.integrations.presets import preset_config
+from longspan.keep import Keep, Memory
 from longspan.kernels.cpu import Cpu
 from longspan.mask import Mask
-from longspan.plan.keep import Keep, Memory
 from pool import RunRanks
 
 pytestmark = pytest.mark.dist

@@ -6,7 +6,7 @@ import pytest
 
 from longspan.bench.memory import format_memory, in_small, parse_bytes, parse_memory
 from longspan.errors import ConfigError
-from longspan.plan.keep import Budget, Keep, Memory
+from longspan.keep import Budget, Keep, Memory
 
 SETTINGS = {
     "-/graph/-": Memory(),

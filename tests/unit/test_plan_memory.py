@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import longspan
 from longspan.integrations.presets import preset_config
 from longspan.integrations.shapes import model_shape
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger, kept_bytes

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from longspan.errors import ConfigError
-from longspan.plan.keep import Budget, Keep, Memory
+from longspan.keep import Budget, Keep, Memory
 
 _FEW = 2
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}

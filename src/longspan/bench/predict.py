@@ -12,9 +12,9 @@ from longspan.bench.settings import Work
 from longspan.errors import ConfigError
 from longspan.integrations.planning import cluster_for, task_for
 from longspan.integrations.shapes import model_shape
+from longspan.keep import Keep, Memory
 from longspan.plan.decide import Task
 from longspan.plan.degrees import choose_degrees
-from longspan.plan.keep import Keep, Memory
 from longspan.plan.library import find_machine, machine_of
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.runs import Costs, Run

@@ -14,8 +14,8 @@ from longspan.engines import Engine, StepsItself, build_engine
 from longspan.integrations.adapters import add_adapter
 from longspan.integrations.random_weights import untrained_model
 from longspan.integrations.transformers import Applied, prepare
+from longspan.keep import Keep, Memory
 from longspan.optim import build_optimizer, choose_stepping
-from longspan.plan.keep import Keep, Memory
 from longspan.stream.compiled import Compiler
 
 LEARNING_RATE = 1e-5

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longspan.errors import ConfigError
+from longspan.keep import Keep
 from longspan.plan.degrees import Degrees
-from longspan.plan.keep import Keep
 from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.plan import Plan

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from longspan.keep import Keep
 from longspan.plan import kept
-from longspan.plan.keep import Keep
 from longspan.plan.kept import LayerSize, most_key_heads, recurrent_features
 from longspan.plan.machine import GIB
 from longspan.plan.setup import Setup

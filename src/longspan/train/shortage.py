@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from longspan.config import RunConfig
 from longspan.errors import ConfigError
 from longspan.integrations.transformers.automatic import Automatic
+from longspan.keep import Keep
 from longspan.optim import check_kind
 from longspan.plan.decide import Task
 from longspan.plan.degrees import choose_degrees
-from longspan.plan.keep import Keep
 from longspan.plan.machine import GIB
 from longspan.plan.plan import Plan
 from longspan.plan.runs import Costs

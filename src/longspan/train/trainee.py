@@ -15,10 +15,10 @@ from longspan.engines import Engine, Origin, StepsItself, build_engine
 from longspan.engines.origin import from_first
 from longspan.integrations.adapters import add_adapter
 from longspan.integrations.quantize import quantize_layers
+from longspan.keep import Keep, Memory
 from longspan.mesh import Mesh
 from longspan.once import is_first
 from longspan.optim import Stepping, build_optimizer, choose_stepping
-from longspan.plan.keep import Keep, Memory
 from longspan.train.meter import Meter
 from longspan.train.metrics import model_work
 from longspan.train.room import Build, blank_model, check_host, check_memory

@@ -16,11 +16,11 @@ from longspan import weights
 from longspan.errors import ConfigError
 from longspan.integrations.shapes import model_shape
 from longspan.integrations.transformers.parts import Parts
+from longspan.keep import Budget, Keep, Memory
 from longspan.mesh import Mesh
 from longspan.once import tell
 from longspan.plan.decide import Task, plan_of
 from longspan.plan.degrees import Degrees
-from longspan.plan.keep import Budget, Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.library import find_machine, machine_of
 from longspan.plan.machine import Cluster, Machine
