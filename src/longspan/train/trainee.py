@@ -15,7 +15,6 @@ from longspan.engines import Engine, Origin, StepsItself, build_engine
 from longspan.engines.origin import from_first
 from longspan.integrations.adapters import add_adapter
 from longspan.integrations.quantize import quantize_layers
-from longspan.keep import Keep, Memory
 from longspan.mesh import Mesh
 from longspan.once import is_first
 from longspan.optim import Stepping, build_optimizer, choose_stepping
@@ -78,7 +77,7 @@ def assemble(config: RunConfig, build: Build, device: torch.device) -> Trainee:
         ring_degree=config.ring_degree,
         kv_exchange=config.kv_exchange,
         kernel=config.kernel,
-        memory="auto" if config.memory.keep == "auto" else Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
+        memory=config.memory.decided,
         grad_reduction=engine.grad_reduction,
         device=None if origin is None else device,
     )
