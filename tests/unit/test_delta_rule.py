@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from longspan.check.float64 import float64_throughout
@@ -242,6 +244,27 @@ def fake_rule(**given: Any) -> tuple[Tensor, Tensor | None]:
         outs.append(out)
         states.append(left)
     return torch.cat(outs, 1), torch.cat(states) if given["output_final_state"] else None
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operators return."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
+        return out
+
+
+def test_the_work_on_chunks_is_linear_in_their_number() -> None:
+    counts = []
+    for tokens in (16 * 64, 32 * 64):
+        o = operands(1, tokens)
+        with Written() as written:
+            results(ChunkedRule(), o, stretch(packed([[tokens]])[0], 0, tokens), None)
+        counts.append(written.count)
+    assert counts[1] < 2.1 * counts[0]
 
 
 @pytest.fixture

@@ -163,10 +163,12 @@ class _Chunks:
         if state is None:
             state = self.values.new_zeros(*self.values.shape[:2], self.erased.shape[-1], self.values.shape[-1])
         outs = []
-        for n in range(self.values.shape[2]):
-            values = self.values[:, :, n] - self.erased[:, :, n] @ state
-            outs.append(self.queries[:, :, n] @ state + self.within[:, :, n] @ values)
-            state = state * self.kept[:, :, n, None, None] + self.written[:, :, n].mT @ values
+        # not chunk by index, whose backward would make zeros of all chunks for each
+        parts = (self.queries, self.within, self.values, self.erased, self.written, self.kept)
+        for queries, within, values, erased, written, kept in zip(*(t.unbind(2) for t in parts), strict=True):
+            values = values - erased @ state
+            outs.append(queries @ state + within @ values)
+            state = state * kept[..., None, None] + written.mT @ values
         return torch.cat(outs, 2), state
 
 
