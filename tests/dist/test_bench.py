@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +44,8 @@ from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import untrained_model
 from longspan.kernels.cpu import Cpu
 from longspan.mask import Mask
+from longspan.stream.arena import HostMemory
+from longspan.tiling import GradientSum
 from pool import RunRanks
 
 pytestmark = pytest.mark.dist
@@ -50,6 +53,7 @@ pytestmark = pytest.mark.dist
 CPU = torch.device("cpu")
 ENOUGH = Deadline(None)
 TIMEOUT_S = 180
+RANK = 4
 ROW_KEYS = {"system", "memory", "tokens", "state", "gate", "step_s", "steps", "losses", "peak_gib", "host_gib"}
 
 
@@ -90,12 +94,23 @@ def lost_keys() -> Any:
     return patch.object(Gathering, "on", on)
 
 
+def lost_adapters() -> Any:
+    """Lose a share of the gradients of adapters in layers that run in tiles."""
+    right = GradientSum.add
+
+    def add(self: GradientSum, grads: Any) -> None:
+        right(self, [g if g is None or RANK not in g.shape else 0.99 * g for g in grads])
+
+    return patch.object(GradientSum, "add", add)
+
+
 MISTAKES = {
     "": contextlib.nullcontext,
     "backward": wrong_backward,
     "exchange": wrong_exchange,
     "borders": lost_documents,
     "keys": lost_keys,
+    "adapters": lost_adapters,
 }
 
 
@@ -144,15 +159,19 @@ def test_one_process(run_ranks: RunRanks, tmp_path: Path, optimizer: str) -> Non
     assert next(iter(found["gates"])).startswith("single" if optimizer == "adamw-host" else "fsdp2")
 
 
-def test_adapters_in_place_of_the_model(run_ranks: RunRanks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mistake", ["", "adapters"])
+def test_adapters_in_place_of_the_model(run_ranks: RunRanks, tmp_path: Path, mistake: str) -> None:
     pytest.importorskip("peft")
-    asked = Asked(
-        Work("tiny-llama", 2, adapter=AdapterConfig(kind="lora", rank=4)), (Setting("16/x+O/-", 60),), steps=1
-    )
-    found = run_ranks(2, measured, asked, str(tmp_path), timeout_s=TIMEOUT_S)[0]
-    assert [row["state"] for row in found["rows"]] == ["done"]
+    adapter = AdapterConfig(kind="lora", rank=RANK)
+    asked = Asked(Work("tiny-llama", 2, adapter=adapter), (Setting("16/x+O/-", 60),), steps=1)
+    found = run_ranks(2, measured, asked, str(tmp_path), mistake, timeout_s=TIMEOUT_S)[0]
+    ((name, proof),) = found["gates"].items()
+    assert name == "fsdp2 110 16/x+O/- lora 4"
+    assert proof["ok"] is (mistake == "")
+    state = found["rows"][0]["state"]
+    assert state.startswith("gate failed: document 2x1: grad_rel_err") if mistake else state == "done"
     written = json.loads(Path(found["path"]).read_text())
-    assert written["asked"]["work"]["adapter"]["rank"] == 4
+    assert written["asked"]["work"]["adapter"]["rank"] == RANK
 
 
 def test_no_number_without_a_proof(run_ranks: RunRanks, tmp_path: Path) -> None:
@@ -220,6 +239,43 @@ def predicted_to_take_long(folder: str) -> dict[str, Any]:
     row = results.begin({})
     Steps(1)(build(config, work, [memory], CPU), case, row, results, Deadline(time.time() + 1e5))
     return row
+
+
+def pins_of_a_row(folder: str, way: str, reserves: bool) -> tuple[int, int, dict[str, Any]]:
+    """Measure a row; return up to which byte memory was pinned before the long step, and in it."""
+    setting = Setting("16/x+O/-/gpu=0,host=64MiB", 96)
+    memory, work, pinned = parse_memory(setting.memory), Work("tiny-llama", 1), {True: 0, False: 0}
+    case = Case(setting, memory, small(preset_config("tiny-llama"), work, memory, 96, CPU), {})
+    load, long = build(preset_config("tiny-llama"), work, [memory], CPU), False
+    right = Workload.step
+
+    def step(self: Workload, ids: torch.Tensor, lr: float = 1e-5) -> float:
+        nonlocal long
+        long = ids.shape[1] == 96
+        return right(self, ids, lr)
+
+    def pin(self: HostMemory, start: int, stop: int) -> None:
+        pinned[long] = max(pinned[long], stop)
+
+    load.use(memory)
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(Workload, "step", step))
+        patches.enter_context(patch.object(HostMemory, "pin", pin))
+        if not reserves:
+            patches.enter_context(patch.object(Workload, "reserve"))
+        results = Results.open(Target(folder), way, {}, CPU)
+        row = results.begin({})
+        {"step": Steps(1), "fit": fit}[way](load, case, row, results, ENOUGH)
+    return pinned[False], pinned[True], row
+
+
+@pytest.mark.parametrize("way", ["step", "fit"])
+def test_host_memory_is_pinned_before_the_clock_starts(run_ranks: RunRanks, tmp_path: Path, way: str) -> None:
+    ((before, within, row),) = run_ranks(1, pins_of_a_row, str(tmp_path), way, True)
+    assert before == within > 0
+    assert row["state"] == "done" and row["pinned_s"] >= 0
+    ((before, within, _),) = run_ranks(1, pins_of_a_row, str(tmp_path), way, False)
+    assert before < within
 
 
 def test_what_would_take_too_long_is_not_begun(run_ranks: RunRanks, tmp_path: Path) -> None:

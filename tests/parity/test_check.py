@@ -22,6 +22,7 @@ from launched import launched
 from longspan.check.run import run_check
 from longspan.check.settings import Settings
 from longspan.cli.app import app
+from longspan.config import AdapterConfig
 from longspan.integrations.presets import preset_config
 from longspan.kernels.cpu import Cpu
 from longspan.mask import Mask
@@ -251,6 +252,20 @@ def test_their_mistakes_fail(run_ranks: RunRanks, mistake: str, found_in: set[st
         assert result["ok"] is (way not in found_in)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_adapters_are_checked_in_their_own_type(run_ranks: RunRanks, dtype: str) -> None:
+    pytest.importorskip("peft")
+    adapter = AdapterConfig(kind="lora", rank=4)
+    settings = replace(SMALL, ulysses=2, ring=1, only=("packed",), dtype=dtype, adapter=adapter, **WAYS["both"])
+    result = run_ranks(2, check_with, "nothing", settings)[0]
+    assert result["ok"], json.dumps(result, indent=1)
+    (case,) = result["cases"]
+    assert (result["adapted"], "lora" in case["worst_parameter"]) == ("lora 4", True)
+    assert case["grad_rel_err"] < 1e-12 or 1e-3 < case["baseline_grad_rel_err"] < 0.1
+    wrong = run_ranks(2, check_with, "wrong_tiles" if dtype == "float64" else "wrong_engine", settings)[0]
+    assert failed_figures(wrong) == {"grad_rel_err"}
+
+
 def test_samples_are_chosen_by_name(run_ranks: RunRanks) -> None:
     with pytest.raises(AssertionError, match="no sample named 'pages'; take some of document, padded rows, packed"):
         run_ranks(2, check_with, "nothing", replace(SMALL, only=("pages",)))
@@ -352,13 +367,14 @@ def test_the_table_and_the_exit_code_say_what_was_found(ok: bool) -> None:
     case = {"name": "packed 1x2", "ulysses": 1, "ring": 2, "loss_rel_err": 1e-16, "grad_rel_err": None, "leak": 7}
     case |= {"eval_rel_err": 0.0, "worst_parameter": "norm.weight", "why": [] if ok else ["leak 7 exceeds 0"], "ok": ok}
     facts = {"model": "m", "layers": 2, "seq_len": 9, "dtype": "float64", "device": "cpu", "kernel": "cpu"}
-    result = {"ok": ok, "cases": [case], "narrowed": {"vocab_size": 512}, **facts}
-    with patch("longspan.cli.check.start", return_value=result):
-        table = CliRunner().invoke(app, ["check", "--model", "m"])
+    result = {"ok": ok, "cases": [case], "narrowed": {"vocab_size": 512}, "adapted": "lora 8", **facts}
+    with patch("longspan.cli.check.start", return_value=result) as start:
+        table = CliRunner().invoke(app, ["check", "--model", "m", "--lora-rank", "8"])
+        assert start.call_args.args[0].settings.adapter == AdapterConfig(kind="lora", rank=8)
         printed = CliRunner().invoke(app, ["check", "--model", "m", "--json"])
     assert table.exit_code == printed.exit_code == (0 if ok else 1)
     assert json.loads(printed.stdout) == result
     assert "packed 1x2" in table.stdout
-    assert "vocab_size cut to 512" in table.stdout
+    assert "vocab_size cut to 512, lora 8" in table.stdout
     assert ("leak 7 exceeds 0 (worst gradient: norm.weight)" in table.stdout) is not ok
     assert table.stdout.strip().endswith("OK" if ok else "FAILED")

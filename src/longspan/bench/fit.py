@@ -27,6 +27,8 @@ def fit(load: Workload, case: Case, row: dict[str, Any], results: Results, deadl
         row["state"] = STOPPED
         return
     load.warm_up(tokens)
+    pinned_s, _ = timed(lambda: load.reserve(tokens), device)
+    row["pinned_s"] = round(pinned_s, 2)
     results.save()
     ids = load.row(tokens, 0)
     forget_peaks(device)

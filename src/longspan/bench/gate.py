@@ -24,7 +24,8 @@ _ODD_TOKENS = 7
 
 @dataclass(frozen=True)
 class Small:
-    """A check that stands for a benchmark: the same widths, kernel, degrees, engine, and kinds of layers and tiles."""
+    """A check that stands for a benchmark: the same widths, kernel, degrees, engine and adapters, and the same kinds of
+    layers and tiles."""
 
     settings: Settings
 
@@ -33,7 +34,7 @@ class Small:
         """What tells it from other checks of the same work."""
         settings = self.settings
         assert settings.memory is not None
-        return f"{settings.engine} {settings.seq_len} {format_memory(settings.memory)}"
+        return f"{settings.engine} {settings.seq_len} {format_memory(settings.memory)} {settings.adapted}".rstrip()
 
 
 def small(config: Any, work: Work, memory: Memory, tokens: int, device: torch.device) -> Small:
@@ -59,6 +60,7 @@ def small(config: Any, work: Work, memory: Memory, tokens: int, device: torch.de
         memory=chosen,
         engine=work.chosen_engine,
         only=("document", "packed"),
+        adapter=work.adapter,
     )
     return Small(settings)
 

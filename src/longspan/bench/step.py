@@ -17,7 +17,8 @@ _SLACK = 1.1
 
 @dataclass(frozen=True)
 class Steps:
-    """Times a few steps, after one on a short row that compiles and allocates.
+    """Times a few steps, after one on a short row that compiles and allocates; then the host memory of the long ones is
+    pinned, which a training run pays for once.
 
     Args:
         steps: how many.
@@ -28,14 +29,19 @@ class Steps:
     profile: bool = False
 
     def __call__(self, load: Workload, case: Case, row: dict[str, Any], results: Results, deadline: Deadline) -> None:
-        """Fill a row: `step_s` is the median, `losses` are those of each step, `peak_gib` the largest."""
+        """Fill a row: `step_s` is the median, `losses` are those of each step, `peak_gib` the largest.
+
+        `pinned_s` are the seconds that host memory took.
+        """
         device, tokens = load.device, case.setting.tokens
         needed_s = _SLACK * case.row.get("predicted_s", 0.0)
         if not deadline.allows(needed_s, device):
             row["state"] = STOPPED
             return
         seconds, length = timed(lambda: load.warm_up(tokens), device)
-        row |= {"warm_up_tokens": length, "warm_up_s": round(seconds, 2), "steps": [], "losses": []}
+        pinned_s, _ = timed(lambda: load.reserve(tokens), device)
+        row |= {"warm_up_tokens": length, "warm_up_s": round(seconds, 2), "pinned_s": round(pinned_s, 2)}
+        row |= {"steps": [], "losses": []}
         for number in range(self.steps):
             if not deadline.allows(needed_s, device):
                 row["state"] = STOPPED if not row["steps"] else DONE

@@ -99,7 +99,7 @@ def check_ways(config: Any, settings: Settings, sp: int) -> list[dict[str, Any]]
     found = []
     with float64_throughout():
         made = samples(settings.seq_len or _TOKENS, text_vocabulary(config), packed_only=False)
-        bench = make_bench(config, made, FLOAT64, torch.device("cpu"))
+        bench = make_bench(config, made, FLOAT64, torch.device("cpu"), settings.adapter)
         for place, way in enumerate(WAYS):
             if way.sp == sp:
                 memory = _memory(text.num_hidden_layers) if way.tiles else None

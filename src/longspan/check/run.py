@@ -32,6 +32,7 @@ from longspan.check.reference import Truth, evaluating, truth_of
 from longspan.check.samples import Sample, samples
 from longspan.check.settings import Settings
 from longspan.check.trial import Trial, trial
+from longspan.config import AdapterConfig
 from longspan.errors import ConfigError
 from longspan.integrations.multimodal import sight_of, text_vocabulary
 from longspan.integrations.random_weights import (
@@ -91,7 +92,8 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
     heads = getattr(text, "num_attention_heads", None) or 1
     tokens = _tokens(settings, heads, getattr(text, "max_position_embeddings", None), device)
     with float64_throughout() if precision is FLOAT64 else contextlib.nullcontext():
-        bench = make_bench(config, _samples(settings, tokens, text_vocabulary(config)), precision, device)
+        made = _samples(settings, tokens, text_vocabulary(config))
+        bench = make_bench(config, made, precision, device, settings.adapter)
         plans: list[Plan] = []
         cases: list[Case] = []
         for ulysses, ring in _degrees(settings, heads):
@@ -109,6 +111,7 @@ def run_check(config: Any, settings: Settings, device: torch.device) -> dict[str
         "seq_len": tokens,
         "layers": text.num_hidden_layers,
         "narrowed": changes,
+        "adapted": settings.adapted,
         "device": str(device.type),
         "dtype": str(precision.dtype).removeprefix("torch."),
         "kernel": ", ".join(dict.fromkeys(plan.kernel for plan in plans)),
@@ -182,9 +185,15 @@ def _divisions(sp: int, heads: int) -> list[tuple[int, int]]:
     return ways if len(ways) <= _MOST_DEGREES else [*ways[: _MOST_DEGREES - 1], ways[-1]]
 
 
-def make_bench(config: Any, made: list[Sample], precision: Precision, device: torch.device) -> Bench:
+def make_bench(
+    config: Any,
+    made: list[Sample],
+    precision: Precision,
+    device: torch.device,
+    adapter: AdapterConfig | None = None,
+) -> Bench:
     """Build the model everywhere, and on the first rank find the truth of every sample."""
-    model = random_model(config, precision.dtype, device)
+    model = random_model(config, precision.dtype, device, adapter)
     model.train()
     if (sight := sight_of(model)) is not None:
         made = [with_images(sample, sight) for sample in made]

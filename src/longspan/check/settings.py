@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longspan.config import AdapterConfig
 from longspan.plan.keep import Memory
 
 
@@ -23,6 +24,7 @@ class Settings:
         memory: what layers keep, and in which tiles they run; None runs them whole and keeps everything.
         engine: who holds parameters and reduces gradients: `single`, `fsdp2`, or `zero-1` to `zero-3` in bfloat16.
         only: names of the samples to take; empty for all.
+        adapter: what is trained in place of the model, all in `dtype`.
     """
 
     model: str
@@ -37,3 +39,9 @@ class Settings:
     memory: Memory | None = None
     engine: str = "single"
     only: tuple[str, ...] = ()
+    adapter: AdapterConfig | None = None
+
+    @property
+    def adapted(self) -> str:
+        """What is trained in place of the model, for the report; empty for the model itself."""
+        return "" if self.adapter is None else f"{self.adapter.kind} {self.adapter.rank}"

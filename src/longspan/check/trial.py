@@ -42,13 +42,14 @@ class Trial:
 def trial(model: nn.Module, settings: Settings, ulysses: int | None, ring: int | None, logits: bool) -> Iterator[Trial]:
     """Prepare a model, or a copy of it if the engine changes parameters for good, and undo it.
 
-    FSDP2 and ZeRO hold parameters of at least float32 and compute in the model's type, as they do in training.
+    FSDP2 and ZeRO hold parameters of at least float32 and compute in the model's type, as they do in training; beside
+    adapters they hold them in the model's type.
     """
     sharded = settings.engine != "single"
     compute_dtype: torch.dtype | None = None
     if sharded:
         model = copy.deepcopy(model)
-        if next(model.parameters()).dtype is torch.bfloat16:
+        if next(model.parameters()).dtype is torch.bfloat16 and settings.adapter is None:
             compute_dtype = torch.bfloat16
             model.float()
     engine = build_engine(settings.engine, settings.sp, compute_dtype)
@@ -65,7 +66,7 @@ def trial(model: nn.Module, settings: Settings, ulysses: int | None, ring: int |
     try:
         module = engine.wrap(model, handle)
         if isinstance(engine, StepsItself):
-            engine.adopt(torch.optim.SGD(model.parameters(), lr=0.0), None)
+            engine.adopt(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0), None)
         yield Trial(handle, module, engine)
     finally:
         if isinstance(engine, StepsItself):

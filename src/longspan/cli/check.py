@@ -13,6 +13,7 @@ from longspan.check.settings import Settings
 from longspan.cli.flags import size, with_flags
 from longspan.cli.model import named_config
 from longspan.cli.ranks import check_degrees, check_device, start
+from longspan.config import AdapterConfig
 from longspan.errors import ConfigError, KernelError, LongspanError, ModelError
 
 
@@ -53,6 +54,12 @@ class Flags:
     layers: Annotated[
         int | None,
         typer.Option(help="Keep the model's first layers. (default 2, more to see each kind of layer)", metavar="N"),
+    ] = None
+    lora_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Train adapters of this rank beside all linear modules. (default: the model)", metavar="N", min=1
+        ),
     ] = None
     device: Annotated[
         str, typer.Option(help="cpu, cuda or auto: cuda if there is a GPU per process.", metavar="NAME")
@@ -153,9 +160,11 @@ def run(flags: Flags) -> dict[str, Any]:
     check_degrees(flags.sp, flags.ulysses, flags.ring)
     tokens = None if flags.seq_len is None else size("--seq-len", flags.seq_len)
     check_device(flags.device)
+    adapter = None if flags.lora_rank is None else AdapterConfig(kind="lora", rank=flags.lora_rank)
     settings = Settings(
-        flags.model, flags.sp, flags.ulysses, flags.ring, flags.packed, tokens, flags.layers, flags.dtype
-    )
+        flags.model, flags.sp, flags.ulysses, flags.ring, flags.packed, tokens, flags.layers, flags.dtype,
+        adapter=adapter,
+    )  # fmt: skip
     return start(CheckJob(settings, flags.device))
 
 
@@ -201,10 +210,11 @@ def _show(result: dict[str, Any]) -> None:
             console.print(
                 f"{case['name']}: {'; '.join(case['why'])} (worst gradient: {case['worst_parameter']})", markup=False
             )
+    adapted = f", {result['adapted']}" if result["adapted"] else ""
     narrowed = "".join(f", {name} cut to {width}" for name, width in result["narrowed"].items())
     print(
-        f"{result['model']}: {result['layers']} layers{narrowed}, random weights, {result['seq_len']} tokens per row, "
-        f"{result['dtype']} on {result['device']}, kernel {result['kernel']}"
+        f"{result['model']}: {result['layers']} layers{narrowed}{adapted}, random weights, {result['seq_len']} tokens "
+        f"per row, {result['dtype']} on {result['device']}, kernel {result['kernel']}"
     )
     print(
         "relative errors against the plain model on one process, each document alone"

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
+from longspan.config import AdapterConfig
 from longspan.errors import ConfigError
+from longspan.integrations.adapters import add_adapter
 
 _SEED = 11
 _NARROW = {"vocab_size": 512, "intermediate_size": 256, "moe_intermediate_size": 64}
 _HIDDEN = 128
+_UPDATE = 0.5  # size of what an adapter adds, as a share of what its module returns
 _LOG_DECAY = ".A_log"  # of recurrent layers: softplus(...) * exp(A_log) is what a token's state loses, in nats
 _ROUTER_BIAS = ".e_score_correction_bias"
 
@@ -92,15 +95,21 @@ def parameter_count(config: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def random_model(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, adapter: AdapterConfig | None = None
+) -> PreTrainedModel:
     """Build a model whose random weights leave no part of it idle, the same on every process.
 
     Matrices are drawn so that activations keep their size, vectors (norms, biases) are moved off their constants:
     attention weights then differ from token to token and biases take part, also those with which routers choose. The
     decay of recurrent layers is slow enough to carry a state over many tokens. Dropout is off.
 
+    Args:
+        adapter: put into the model, which is frozen. Both of its factors are drawn: with the zeros that training starts
+            from, the first would get no gradient.
+
     Raises:
-        ConfigError: the configuration does not make a model.
+        ConfigError: the configuration does not make a model, or PEFT cannot adapt it.
     """
     torch.manual_seed(_SEED)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": False}
@@ -111,10 +120,15 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
             model = auto_class(config).from_config(config, **options)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{type(config).__name__} does not make a model: {error}") from error
+    if adapter is not None and adapter.kind != "none":
+        adapted: Any = add_adapter(model, adapter, _SEED)
+        model = adapted.get_base_model()
     generator = torch.Generator(device).manual_seed(_SEED)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(lively(name, torch.empty_like(parameter).normal_(generator=generator), parameter))
+            if adapter is not None and ".lora_B." in name:
+                parameter.mul_(_UPDATE * adapter.rank / adapter.alpha)
         for name, buffer in model.named_buffers():
             if name.endswith(_ROUTER_BIAS):
                 buffer.normal_(generator=generator).mul_(0.1)

@@ -117,7 +117,13 @@ def recurrent_features(o: Operands) -> int:
 
 
 def assign(sizes: Sequence[int], budget: Budget) -> list[Tier]:
-    """Choose a tier for what each of consecutive layers keeps, given bytes per layer in the order of forward.
+    """Choose a tier for what each of consecutive layers keeps, see `divide`."""
+    return [tier for tier, _ in divide(sizes, budget)]
+
+
+def divide(sizes: Sequence[int], budget: Budget) -> list[tuple[Tier, dict[Tier, float]]]:
+    """Choose a tier for what each of consecutive layers keeps, given bytes per layer in the order of forward; return it
+    with the bytes that lie in each tier, as what does not fit goes on to others.
 
     Backward needs the last layers first and soon, so they get the fastest tier with room left, and only what does not
     fit leaves for a slower one. A layer that fits into no tier as a whole is divided, from the slowest on.
@@ -138,11 +144,11 @@ def assign(sizes: Sequence[int], budget: Budget) -> list[Tier]:
             raise ConfigError(too_much(sum(sizes), budget))
         whole = next((tier for tier, room in left.items() if size <= room), None)
         tier = next(tier for tier, room in reversed(left.items()) if room > 0) if whole is None else whole
-        chosen.append(tier)
-        rest: float = size
+        taken, rest = dict.fromkeys(left, 0.0), float(size)
         for each in [tier, *left]:
-            taken = min(rest, left[each])
-            left[each], rest = left[each] - taken, rest - taken
+            taken[each] += (part := min(rest, left[each]))
+            left[each], rest = left[each] - part, rest - part
+        chosen.append((tier, taken))
     return chosen[::-1]
 
 

@@ -82,8 +82,9 @@ class Stay:
         if moment.layer is None:
             if moment.name not in _FORWARD:
                 return 0.0, 0.0
-            away = whole > self.limit and moment.name == "forward"
-            return min(whole, self.limit), max(map(self.costs.held, self.runs)) if away else 0.0
+            last = self.costs.held(self.runs[-1]) if self.runs else 0.0
+            away = last > self.limit and moment.name == "forward"  # else what leaves did so before the last layers ran
+            return min(whole, self.limit), last if away else 0.0
         if moment.layer not in self.run_of:
             return min(whole, self.limit), 0.0
         n = self.run_of[moment.layer]

@@ -75,7 +75,9 @@ class Compiler:
         return Joint(self._compiled(forward), self._compiled(backward), results)
 
     def _compiled(self, traced: torch.fx.GraphModule) -> Graph:
-        return torch.compile(traced, backend=self.backend, fullgraph=True, dynamic=False)
+        # called as a module, a graph that fails (out of memory) walks its traceback by a generator, which Dynamo then
+        # fails to trace and tells of instead
+        return torch.compile(traced.forward, backend=self.backend, fullgraph=True, dynamic=False)
 
 
 def _traced(function: Callable[..., Any], tensors: Sequence[Tensor]) -> torch.fx.GraphModule:

@@ -45,15 +45,24 @@ class Passage:
         keep = self.memory.of(layer)
         if self.tiers is None:
             self.autocast = Ambient.capture(x.device, rng=False).autocast_dtype
-            sizes = [self.bytes(i, self.memory.of(i), x) for i in range(len(self.operands))]
-            self._check_backward(sizes, x)
-            self.tiers = self.assign(sizes)
+            self.stash.states = (x.shape[2], x.dtype, self.autocast)
+            self.tiers = self.assign(self.sizes(x))
         stood = self.stash.put(tensors, self.tiers[layer])
         if keep is Keep.PRODUCTS:
             self._learn(layer, x, sum(t.nbytes for t in tensors))
         if tensors and _hooked():
             self.stash.finish()
         return stood
+
+    def sizes(self, x: Tensor) -> list[int]:
+        """Return the bytes that each layer keeps.
+
+        Raises:
+            ConfigError: see `_check_backward`.
+        """
+        sizes = [self.bytes(i, self.memory.of(i), x) for i in range(len(self.operands))]
+        self._check_backward(sizes, x)
+        return sizes
 
     def _check_backward(self, sizes: Sequence[int], x: Tensor) -> None:
         """Refuse budgets that may hold what forward keeps, but not what some layer's backward adds to it.

@@ -94,6 +94,7 @@ class Stash:
         if budget.directory is not None:
             self._stores[Tier.FILE] = FileStore(FileArena(budget.directory), device, chunk)
         self.products: dict[int, float] = {}  # bytes per token of the products that each layer keeps, once known
+        self.states: tuple[int, torch.dtype, torch.dtype | None] | None = None  # width, type, autocast's; once known
         self._closed: dict[Tier, Store] = {}  # that tensors still lie in
         self._usage = Usage()
         self._storages: dict[int, int] = {}  # bytes of each on the device
@@ -118,6 +119,18 @@ class Stash:
         now, budget = self.usage.now, self.budget
         gpu = None if budget.gpu_bytes is None else max(0, budget.gpu_bytes - now[Tier.GPU])
         return replace(budget, gpu_bytes=gpu, host_bytes=max(0, budget.host_bytes - now[Tier.HOST]))
+
+    def reserve(self, host_bytes: int) -> None:
+        """Pin so much host memory, which is used first, before it is needed. Cost: see `HostMemory`; nothing on CPUs.
+
+        Raises:
+            ConfigError: the budget has less, or CUDA does not pin it.
+        """
+        if host_bytes > self.budget.host_bytes:
+            raise ConfigError(f"{host_bytes:,} bytes are more than host_bytes={self.budget.host_bytes:,}.")
+        store = self._stores.get(Tier.HOST)
+        if isinstance(store, HostStore):
+            store.memory.pin(0, host_bytes)
 
     def put(self, tensors: Sequence[Tensor], tier: Tier) -> tuple[Tensor, ...]:
         """Return tensors that stand for these; those that leave the GPU must not be written to any more.
