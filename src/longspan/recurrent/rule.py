@@ -160,14 +160,19 @@ class _Chunks:
 
     def scan(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Go from chunk to chunk -> outputs [B, V, N * C, Dv], and the last state."""
-        if state is None:
-            state = self.values.new_zeros(*self.values.shape[:2], self.erased.shape[-1], self.values.shape[-1])
+        now: Tensor = (
+            self.values.new_zeros(*self.values.shape[:2], self.erased.shape[-1], self.values.shape[-1])
+            if state is None
+            else state
+        )
         outs = []
-        for n in range(self.values.shape[2]):
-            values = self.values[:, :, n] - self.erased[:, :, n] @ state
-            outs.append(self.queries[:, :, n] @ state + self.within[:, :, n] @ values)
-            state = state * self.kept[:, :, n, None, None] + self.written[:, :, n].mT @ values
-        return torch.cat(outs, 2), state
+        # not chunk by index, whose backward would make zeros of all chunks for each
+        parts = (self.queries, self.within, self.values, self.erased, self.written, self.kept)
+        for queries, within, values, erased, written, kept in zip(*(t.unbind(2) for t in parts), strict=True):
+            changed = values - erased @ now
+            outs.append(queries @ now + within @ changed)
+            now = now * kept[..., None, None] + written.mT @ changed
+        return torch.cat(outs, 2), now
 
 
 def _prepared(operands: Operands) -> tuple[Tensor, ...]:
