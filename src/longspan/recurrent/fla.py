@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longspan.errors import KernelError
 from longspan.kernels.cuda import device_problem, import_problem, load
+from longspan.plan.setup import RECURRENCE_BYTES
 from longspan.recurrent.rule import Operands
 from longspan.recurrent.stretch import Stretch
 
@@ -26,6 +27,7 @@ class FlaRule:
     """
 
     name = "fla"
+    held_bytes = RECURRENCE_BYTES
 
     @staticmethod
     def missing(device: torch.device) -> str | None:

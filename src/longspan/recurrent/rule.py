@@ -47,9 +47,13 @@ class Rule(Protocol):
     q and k are divided by their norm first; consecutive value heads share a key head. States are fp32 or wider.
 
     Source: Yang et al., Gated Delta Networks (2024).
+
+    Args:
+        held_bytes: what forward and backward hold at most, per number of the operands.
     """
 
     name: str
+    held_bytes: int
 
     def outputs(self, operands: Operands, stretch: Stretch, state: Tensor | None) -> Tensor:
         """Return out [B, T, V, Dv], in v's dtype.
@@ -71,6 +75,7 @@ class ReferenceRule:
     """Token by token: slow and plain, to compare with."""
 
     name = "reference"
+    held_bytes = 2000  # a state per token
 
     def outputs(self, operands: Operands, stretch: Stretch, state: Tensor | None) -> Tensor:
         """See `Rule.outputs`."""
@@ -108,6 +113,7 @@ class ChunkedRule:
     """
 
     name = "torch"
+    held_bytes = 46  # in fp32, counted on a CPU
 
     def outputs(self, operands: Operands, stretch: Stretch, state: Tensor | None) -> Tensor:
         """See `Rule.outputs`."""
