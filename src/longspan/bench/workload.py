@@ -87,7 +87,8 @@ class Workload:
         """
         tile = self.handle.memory.tile_tokens or 2048
         length = min(tokens, 2 * tile * self.work.sp)
-        self.step(self.row(length, 999), lr=0.0)
+        for _ in range(2 if self.work.chosen_engine == "zero-3" else 1):  # it settles the order of parameters in two
+            self.step(self.row(length, 999), lr=0.0)
         return length
 
     def reserve(self, tokens: int) -> None:
