@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
@@ -50,8 +51,8 @@ class MemoryConfig(Section):
         example="inductor",
     )
     rebuilt: Keeps = _field(
-        "What a layer keeps from the time it was run again, so that later ones could be rebuilt, to its own backward: "
-        "one decision or a list as in keep.",
+        "What a layer whose attention was run again, so that later ones could be rebuilt, keeps from then to its own "
+        "backward: one decision, or a list as in keep.",
         "x+O",
         example="O",
     )
@@ -106,8 +107,8 @@ class MemoryConfig(Section):
             self._refuse(type(self).model_fields.keys() - {"keep"}, "with keep: auto, which decides it by itself", _SET)
         elif all(keep is Keep.GRAPH for keep in memory.decisions):
             self._refuse({"gpu_bytes"}, "on layers that keep their graph, which stays on the GPU", _SET)
-        elif not any(keep.rebuilds for keep in memory.decisions):
-            self._refuse({"rebuilt"}, "where no layer keeps 'O' or 'none'")
+        elif not any(after.rebuilds and not keep.has_out for keep, after in pairwise(memory.decisions)):
+            self._refuse({"rebuilt"}, "where no layer with 'O' or 'none' comes after one with 'x' or 'none'")
         return self
 
     def _refuse(self, names: Set[str], why: str, way_out: str = "") -> None:
