@@ -130,7 +130,7 @@ def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, **memory: Any) -> tup
     "memory",
     [
         {"keep": "products", "tile_tokens": 16, "compile": "eager"},
-        {"keep": ["x+O", "O", "none", "x+O+KV"], "tile_tokens": 24, "rebuilt": "O"},
+        {"keep": ["x", "none*2", "x+O+KV"], "tile_tokens": 24, "rebuilt": "O"},
         {"keep": "x+O", "gpu_bytes": "48KiB", "host_bytes": "64KiB", "moving_bytes": "32KiB", "directory": True},
     ],
     ids=["products", "list", "tiers"],
