@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from longspan.attention.schedule import Schedule
     from longspan.integrations.planning import plan
     from longspan.integrations.transformers.prepare import prepare
+    from longspan.keep import Budget, Keep, Memory
     from longspan.layout import Layout
     from longspan.loss import Head, LossOptions, reduce_loss, tiled_loss, token_logps
     from longspan.mask import Mask
     from longspan.mlp import tiled_mlp
     from longspan.offload import offload_checkpoints
-    from longspan.plan.keep import Budget, Keep, Memory
     from longspan.tiled import tile
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Budget": "longspan.plan.keep",
+    "Budget": "longspan.keep",
     "Head": "longspan.loss",
-    "Keep": "longspan.plan.keep",
+    "Keep": "longspan.keep",
     "Layout": "longspan.layout",
     "LossOptions": "longspan.loss",
     "Mask": "longspan.mask",
-    "Memory": "longspan.plan.keep",
+    "Memory": "longspan.keep",
     "Schedule": "longspan.attention.schedule",
     "attend": "longspan.attention.build",
     "make_mesh": "longspan.attention.axes",

@@ -19,7 +19,7 @@ import longspan
 from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.engines import build_engine
-from longspan.plan.keep import Memory
+from longspan.keep import Memory
 from models import Rows, build
 
 Errors = dict[str, float]

@@ -13,7 +13,7 @@ import longspan
 from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.errors import TrainingError
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from models import Rows, build
 from pool import RunRanks
 from steps import Case, adapted, all_errors, gradients, make, truth_of

@@ -13,7 +13,7 @@ import torch
 import longspan
 from longspan.errors import ConfigError
 from longspan.integrations.transformers.automatic import Automatic, Place
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB, KernelRate
 from longspan.plan.memory import HOST_RESERVE_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE

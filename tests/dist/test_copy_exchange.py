@@ -18,10 +18,10 @@ from longspan.comm.exchange import to_heads, to_tokens
 from longspan.comm.heads import HeadSplit
 from longspan.comm.link import Slots
 from longspan.comm.symmetric import SymmetricLink, proven, with_copy_engine
+from longspan.keep import Keep, Memory
 from longspan.layout import Layout
 from longspan.mesh import Axis, Mesh, build_mesh, data_parallel_ranks
 from longspan.plan.degrees import Degrees
-from longspan.plan.keep import Keep, Memory
 from models import Rows
 from pool import RunRanks
 from shared_link import SharedLink, equipped

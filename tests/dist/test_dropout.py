@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import longspan
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from models import Rows, build
 from pool import RunRanks
 from test_stream import wide

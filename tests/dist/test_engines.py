@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import longspan
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, TopologyError
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.train.checkpoint import full_state
 
 pytestmark = pytest.mark.dist

@@ -18,7 +18,7 @@ from longspan.engines import build_engine
 from longspan.errors import ModelError
 from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from models import Rows
 from pool import RunRanks
 from steps import Errors, gradients, truth_of

@@ -17,8 +17,8 @@ from longspan.batch import CONTEXT
 from longspan.comm.rows import exchange_rows
 from longspan.engines import build_engine
 from longspan.errors import ConfigError
+from longspan.keep import Keep, Memory
 from longspan.plan.exchange import ExchangeRule
-from longspan.plan.keep import Keep, Memory
 from models import VOCABULARY, Rows, WideMode, build, one_device
 from pool import RunRanks
 from test_parity import Errors, compare, exact, worst

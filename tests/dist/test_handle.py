@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import longspan
 from dense import TOLERANCE, apart, relative
 from longspan.errors import BatchError, ConfigError, ModelError, TopologyError
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from models import VOCABULARY, Rows, WideMode, build, gradients, one_device
 from pool import RunRanks
 from test_parity import PACKED, RAGGED, Errors, compare, exact, worst

@@ -18,7 +18,7 @@ from longspan.check.float64 import float64_throughout
 from longspan.errors import BatchError
 from longspan.images import Route
 from longspan.integrations.transformers.pictures import Pictures
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from pictures import Album, build, gradients, one_device
 from pool import RunRanks
 from test_images import PACKED, SEVERAL, Case, train, wrong

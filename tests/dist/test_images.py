@@ -15,7 +15,7 @@ import longspan
 from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.engines import build_engine
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from pictures import Album, Item, build, one_device
 from pool import RunRanks
 

@@ -14,7 +14,7 @@ import longspan
 from dense import apart
 from longspan.check.float64 import float64_throughout
 from longspan.integrations.transformers import forward
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from models import build, one_device
 from pool import RunRanks
 from test_parity import PACKED, RAGGED, Errors, compare, exact, worst

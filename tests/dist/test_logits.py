@@ -15,8 +15,8 @@ import longspan
 from dense import TOLERANCE, relative
 from longspan.check.float64 import float64_throughout
 from longspan.integrations.transformers.forward import OUTPUT
+from longspan.keep import Keep, Memory
 from longspan.loss import LossOptions
-from longspan.plan.keep import Keep, Memory
 from models import Rows, _sizes, gradients, one_device
 from pool import RunRanks
 

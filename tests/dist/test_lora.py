@@ -16,7 +16,7 @@ from dense import TOLERANCE, relative
 from longspan.check.float64 import float64_throughout
 from longspan.engines import build_engine
 from longspan.integrations.adapters import write_adapter
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.train.checkpoint import full_state, save_model
 from models import Rows, build
 from pool import RunRanks

@@ -21,9 +21,9 @@ from longspan.attention.schedule import Schedule
 from longspan.attention.ulysses import Ulysses
 from longspan.batch import Shard
 from longspan.check.float64 import float64_throughout
+from longspan.keep import Keep, Memory
 from longspan.kernels.protocol import Score
 from longspan.layout import Layout
-from longspan.plan.keep import Keep, Memory
 from longspan.stream.prefix import Tiles
 from models import WINDOW, Rows, build
 from pool import RunRanks

@@ -15,7 +15,7 @@ from longspan import loss
 from longspan.check.float64 import float64_throughout
 from longspan.engines import build_engine
 from longspan.evaluate.needle import evaluate
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from needles import plain_scores, prompts, small_model
 from pool import RunRanks
 

@@ -16,8 +16,8 @@ import longspan
 from longspan import tiling
 from longspan.integrations.transformers.norm import NormForward
 from longspan.integrations.transformers.parts import Parts
+from longspan.keep import Keep, Memory
 from longspan.loss import tiled_loss
-from longspan.plan.keep import Keep, Memory
 from longspan.tiled import tile
 from models import Rows, build
 from pool import RunRanks

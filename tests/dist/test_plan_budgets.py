@@ -13,7 +13,7 @@ import torch
 
 import longspan
 from longspan.integrations.shapes import model_shape
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.plan.library import find_machine
 from longspan.plan.machine import Cluster, KernelRate
 from longspan.plan.memory import Ledger

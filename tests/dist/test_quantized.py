@@ -17,7 +17,7 @@ import longspan
 from dense import apart, relative
 from longspan.engines import build_engine
 from longspan.errors import ModelError
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.stream import quantized
 from longspan.stream.quantized import mixes_tokens, packed_size, quantised, whole_weight
 from models import Rows, build

@@ -23,7 +23,7 @@ from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.comm.regroup import Regroup
 from longspan.engines import build_engine
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.recurrent.build import Share
 from longspan.recurrent.rule import ChunkedRule
 from longspan.recurrent.stretch import Stretch

@@ -11,7 +11,7 @@ import torch
 
 import longspan
 from longspan.errors import ConfigError, TrainingError
-from longspan.plan.keep import Budget, Keep, Memory
+from longspan.keep import Budget, Keep, Memory
 from longspan.stream.arena import HostMemory
 from longspan.stream.stash import Stash
 from models import Rows, build

@@ -19,7 +19,7 @@ from dense import TOLERANCE, apart, relative
 from longspan.check.float64 import float64_throughout
 from longspan.errors import ModelError
 from longspan.integrations.transformers import forward
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.stream.gradients import Gradients
 from longspan.stream.routing import Choices, TileRouting
 from models import Rows, build

@@ -63,6 +63,22 @@ def test_what_already_spares_memory_is_not_named(tmp_path: Path) -> None:
     assert "optimizer.kind" not in said and "sequence_parallel_size" not in said
 
 
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        (
+            {"keep": "x,none", "gpu_bytes": "1MiB", "host_bytes": "1MiB"},
+            r"The plan expected .*travelling to and from host [\d.]+ MiB",
+        ),
+        ({"keep": "graph,x"}, r"Graphs below layers that keep less are not planned; a process has [\d.]+ GiB\."),
+    ],
+)
+def test_a_list_is_planned_as_far_as_the_plan_goes(tmp_path: Path, memory: dict[str, Any], said: str) -> None:
+    error = fails_with(config_of(str(tmp_path), **ALONE, memory=memory), SHORTAGES[0])
+    assert re.search(said, error), error
+    assert "memory.keep: auto, and nothing else in memory" in error
+
+
 @pytest.mark.dist
 def test_replicas_can_share_a_sequence(run_ranks: RunRanks, tmp_path: Path) -> None:
     config = config_of(str(tmp_path), sequence_parallel_size=1, engine="ddp")

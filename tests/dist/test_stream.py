@@ -16,7 +16,7 @@ import longspan
 from dense import relative
 from longspan.attention.ulysses import Ulysses
 from longspan.errors import ConfigError, ModelError, TrainingError
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.stream import prefix
 from longspan.stream.function import StreamedLayer
 from longspan.stream.gradients import Gradients

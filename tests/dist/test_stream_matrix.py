@@ -6,7 +6,7 @@ from itertools import combinations, cycle, product
 
 import pytest
 
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from pool import RunRanks
 from steps import Case, all_errors
 

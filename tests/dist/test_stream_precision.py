@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import longspan
 from longspan.engines import build_engine
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from pool import RunRanks
 
 pytestmark = pytest.mark.dist

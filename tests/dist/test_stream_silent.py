@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan
 from dense import relative
 from longspan.errors import ModelError
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.stream.prefix import Prefix
 from models import Rows, build, gradients
 from pool import RunRanks

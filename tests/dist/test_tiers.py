@@ -25,7 +25,7 @@ from lazy import LazyLane
 from longspan.attention.ring import Ring
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, ModelError, TrainingError
-from longspan.plan.keep import Budget, Keep, Memory
+from longspan.keep import Budget, Keep, Memory
 from longspan.stream.mixing import PrefixMixing
 from longspan.stream.passage import Passage
 from longspan.stream.prefix import Prefix

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 import trainers
 from longspan.check.float64 import float64_throughout
 from longspan.integrations.trainer import enable
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from trainers import STEPS, Case, accelerated, build, make, smooth, whole
 
 pytestmark = pytest.mark.dist

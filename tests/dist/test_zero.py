@@ -22,8 +22,8 @@ from launched import launched
 from longspan.engines import MPU, Zero, build_engine
 from longspan.errors import ConfigError, ModelError, TopologyError, TrainingError
 from longspan.integrations.shapes import model_shape
+from longspan.keep import Keep, Memory
 from longspan.optim import choose_stepping
-from longspan.plan.keep import Keep, Memory
 from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger

@@ -24,19 +24,21 @@ SHAPE = ("--model", "llama-1b", "--layers", "2")
 
 @pytest.mark.multi_gpu
 def test_steps_of_compiled_tiles(tmp_path: Path) -> None:
-    found = bench(
-        tmp_path, "step", *SHAPE, "--sp", "2", "--seq-len", "8K", "--steps", "2", "--profile",
-        "--memory", "1024/x+O+KV/inductor", "--memory", "1024/x,none*1/-/gpu=1MiB,host=1GiB",
-    )  # fmt: skip
-    assert all(gate["ok"] for gate in found["gates"].values())
-    for row in found["rows"]:
+    """Two settings, each on the weights that everyone starts from, lose the same."""
+    first = []
+    for memory in ("1024/x+O+KV/inductor", "1024/x,none*1/-/gpu=1MiB,host=1GiB"):
+        found = bench(
+            tmp_path, "step", *SHAPE, "--sp", "2", "--seq-len", "8K", "--steps", "2", "--profile", "--memory", memory,
+        )  # fmt: skip
+        assert all(gate["ok"] for gate in found["gates"].values())
+        (row,) = found["rows"]
         assert row["state"] == "done"
         assert row["peak_gib"] > 0.5
+        assert row["predicted_s"] > 0
         assert all(math.isfinite(loss) for loss in row["losses"])
         assert any("attention" in line for line in row["timeline"])
-    first, second = (row["losses"][0] for row in found["rows"])
-    assert abs(first - second) < 0.05
-    assert found["rows"][0]["predicted_s"] > 0
+        first.append(row["losses"][0])
+    assert abs(first[0] - first[1]) < 0.01
 
 
 @pytest.mark.multi_gpu
@@ -45,7 +47,7 @@ def test_exchange_and_attention(tmp_path: Path) -> None:
     assert {row["name"] for row in found["rows"]} >= {"q to heads", "q to tokens"}
     assert all(row["state"] == "done" and row["median_ms"] > 0 for row in found["rows"])
     found = bench(tmp_path, "attention", "--sp", "2", "--seq-len", "8K", "--times", "3")
-    assert {row["name"] for row in found["rows"]} == {"dense", "packed"}
+    assert {row["name"] for row in found["rows"]} == {"dense", "packed", "packed, long documents"}
     assert all(0 < row["share"] < 1.5 for row in found["rows"])
 
 

@@ -15,7 +15,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import longspan
 from longspan.check.float64 import float64_throughout
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.recurrent.rule import ChunkedRule
 from longspan.recurrent.select import pick_rule
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import longspan
 from longspan.errors import ConfigError
+from longspan.keep import Keep, Memory
 from longspan.optim import HostAdamW, StepInBackward, build_optimizer, set_learning_rate
 from longspan.optim.staging import PinnedLane
-from longspan.plan.keep import Keep, Memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")

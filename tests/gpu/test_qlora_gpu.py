@@ -15,7 +15,7 @@ import longspan
 from longspan.config import AdapterConfig
 from longspan.integrations.adapters import add_adapter
 from longspan.integrations.quantize import dequantize_layers, quantize_layers
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.stream import quantized
 from longspan.stream.quantized import packed_size, quantised, whole_weight
 
@@ -44,7 +44,7 @@ MEMORIES: dict[str, Memory] = {
 
 
 def build(packed: bool, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
-    """Build a model with adapters that act, its weights packed, or plain with the values that packing leaves."""
+    """Build a model with float32 adapters that act; its weights are packed, or plain with what packing leaves."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, **sizes}), dtype=torch.bfloat16)
     quantize_layers(model, "nf4", CUDA)
@@ -55,7 +55,7 @@ def build(packed: bool, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> An
         for name, p in adapted.named_parameters():
             if "lora_B" in name:
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.05)
-    return adapted if packed else adapted.to(dtype)
+    return adapted if dtype is torch.bfloat16 else adapted.to(dtype)
 
 
 def batch(tokens: int = 2048) -> dict[str, Tensor]:
@@ -72,8 +72,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def step(model: Any, memory: Memory) -> tuple[float, dict[str, Tensor], Counter[nn.Module]]:
-    handle = longspan.prepare(model, 1, memory=memory)
+def step(model: Any, memory: Memory, kernel: str = "auto") -> tuple[float, dict[str, Tensor], Counter[nn.Module]]:
+    handle = longspan.prepare(model, 1, memory=memory, kernel=kernel)
     count: Counter[nn.Module] = Counter()
 
     def counting(module: nn.Module) -> Tensor | None:
@@ -94,7 +94,7 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_packed_weights_round_like_plain_ones(memory: str) -> None:
-    truth, wanted, _ = step(build(packed=False, dtype=torch.float32), Memory())
+    truth, wanted, _ = step(build(packed=False, dtype=torch.float32), Memory(), kernel="reference")
     _, plain, _ = step(build(packed=False), Memory())
     model = build(packed=True)
     modules = [m for m in model.modules() if quantised(m)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import longspan
-from longspan.plan.keep import Budget, Keep, Memory
+from longspan.keep import Budget, Keep, Memory
 from longspan.plan.kept import Tier
 from longspan.stream.function import StreamedLayer
 from longspan.stream.stash import Stash

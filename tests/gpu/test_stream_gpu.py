@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import longspan
 from longspan.check.float64 import float64_throughout
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.stream.function import StreamedLayer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import longspan
 from longspan.engines import Zero
+from longspan.keep import Keep, Memory
 from longspan.optim import build_optimizer, choose_stepping
-from longspan.plan.keep import Keep, Memory
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]

@@ -16,6 +16,7 @@ LAYERS = [
         "errors",
         "files",
         "config",
+        "keep",
         "layout",
         "mask",
         "segments",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from longspan.bench.memory import format_memory, in_small, parse_bytes, parse_memory
+from longspan.bench.memory import format_memory, in_small, parse_memory
+from longspan.config.section import parse_bytes
 from longspan.errors import ConfigError
-from longspan.plan.keep import Budget, Keep, Memory
+from longspan.keep import Budget, Keep, Memory
 
 SETTINGS = {
     "-/graph/-": Memory(),

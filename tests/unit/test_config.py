@@ -91,7 +91,7 @@ def test_unknown_key_in_a_section() -> None:
         ({"sequence_length": "8Q"}, ["sequence_length: '8Q'", "128K"]),
         ({"sequence_parallel_size": 4, "ulysses_degree": 3}, ["ulysses_degree 3", "sequence_parallel_size 4"]),
         ({"sequence_parallel_size": 4, "ulysses_degree": 2, "ring_degree": 1}, ["2 x ring_degree 1"]),
-        ({"memory": {"tile_tokens": "1K"}}, ["memory.tile_tokens needs memory.keep"]),
+        ({"memory": {"tile_tokens": "1K"}}, ["memory: tile_tokens has no effect with keep: auto"]),
         ({"engine": "ddp", "compute_dtype": "bfloat16"}, ["needs engine fsdp2"]),
         ({"optimizer": {"kind": "sgd"}}, ["optimizer.kind: 'sgd'", "adamw | adamw8bit | adamw-bf16-sr | adamw-host"]),
         ({"optimizer": {"kind": "adamw-bf16-sr"}}, ["model.dtype is float32", "set model.dtype to bfloat16"]),
@@ -215,8 +215,9 @@ def test_examples_are_valid() -> None:
         overrides: dict[tuple[str, ...], Any] = {setting.path: str(setting.example)}
         if setting.path[-1] in ("ulysses_degree", "ring_degree"):
             overrides[("sequence_parallel_size",)] = 4
-        if setting.path[-1] == "tile_tokens":
-            overrides[("memory", "keep")] = "x"
+        if setting.path[0] == "memory" and setting.path[-1] != "keep":
+            overrides = {("memory", "keep"): "x,none", ("memory", "tile_tokens"): "1K", **overrides}
+            overrides |= {} if ("memory", "gpu_bytes") in overrides else {("memory", "gpu_bytes"): 0}
         if setting.path[-1] == "warmup_steps":
             overrides[("max_steps",)] = 100
         if setting.path[-1] == "clip":

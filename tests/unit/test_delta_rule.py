@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from longspan.check.float64 import float64_throughout
@@ -244,6 +246,27 @@ def fake_rule(**given: Any) -> tuple[Tensor, Tensor | None]:
     return torch.cat(outs, 1), torch.cat(states) if given["output_final_state"] else None
 
 
+class Written(TorchDispatchMode):
+    """Counts the numbers that operators return."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count += sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
+        return out
+
+
+def test_the_work_on_chunks_is_linear_in_their_number() -> None:
+    counts = []
+    for tokens in (16 * 64, 32 * 64):
+        o = operands(1, tokens)
+        with Written() as written:
+            results(ChunkedRule(), o, stretch(packed([[tokens]])[0], 0, tokens), None)
+        counts.append(written.count)
+    assert counts[1] < 2.1 * counts[0]
+
+
 @pytest.fixture
 def fla(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("fla.ops.gated_delta_rule")
@@ -296,42 +319,30 @@ def test_the_rule_is_chosen_by_name_and_said() -> None:
 
 @pytest.mark.usefixtures("fla")
 @pytest.mark.parametrize(
-    ("major", "triton", "tilelang", "nvcc", "environment", "wrong"),
+    ("major", "triton", "tilelang", "wrong"),
     [
-        (9, "3.6.0", False, True, {}, True),
-        (9, "3.4.0", False, False, {}, True),
-        (9, "3.7.0+git1", True, False, {}, True),
-        (9, "3.6.0", True, True, {}, False),
-        (9, "3.6.0", True, True, {"FLA_TILELANG": "1"}, False),
-        (9, "3.6.0", True, True, {"FLA_TILELANG": "0"}, True),
-        (9, "3.6.0", True, True, {"FLA_DISABLE_BACKEND_DISPATCH": "1"}, True),
-        (9, "3.3.1", False, False, {}, False),
-        (9, "3.7.1", False, False, {}, False),
-        (9, "3.10.0", False, False, {}, False),
-        (8, "3.6.0", False, False, {}, False),
-        (10, "3.6.0", False, False, {}, False),
+        (9, "3.6.0", None, True),
+        (9, "3.4.0", (False, True), True),
+        (9, "3.7.0+git1", (True, False), True),
+        (9, "3.6.0", (True, True), False),
+        (9, "3.3.1", None, False),
+        (9, "3.7.1", None, False),
+        (9, "3.10.0", None, False),
+        (8, "3.6.0", None, False),
+        (10, "3.6.0", None, False),
     ],
 )
 def test_a_backward_that_the_library_refuses_is_found_before_the_first_one(
-    monkeypatch: pytest.MonkeyPatch,
-    major: int,
-    triton: str,
-    tilelang: bool,
-    nvcc: bool,
-    environment: dict[str, str],
-    wrong: bool,
+    monkeypatch: pytest.MonkeyPatch, major: int, triton: str, tilelang: tuple[bool, bool] | None, wrong: bool
 ) -> None:
-    for name in ("FLA_TILELANG", "FLA_DISABLE_BACKEND_DISPATCH"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    compiler: Any = ModuleType("triton")
-    compiler.__version__ = triton
-    utils: Any = ModuleType("fla.utils")
-    utils.has_usable_nvcc = lambda: nvcc
-    for module in (compiler, utils):
+    """TileLang is available and enabled or not, or the library knows nothing of it."""
+    compiler, backends = ModuleType("triton"), ModuleType("fla.ops.common.backends.tilelang")
+    compiler.__dict__["__version__"] = triton
+    if tilelang is not None:
+        answers = {"is_available": lambda self: tilelang[0], "is_enabled": lambda self: tilelang[1]}
+        backends.__dict__["TileLangBackend"] = type("TileLangBackend", (), answers)
+    for module in (compiler, backends):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("longspan.recurrent.fla.find_spec", {"tilelang": compiler if tilelang else None}.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr("longspan.recurrent.fla.device_problem", lambda device: None)
     monkeypatch.setattr(metadata, "version", lambda name: "0.6.0")

@@ -59,10 +59,28 @@ def put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     values[path[-1]] = value
 
 
+def memory_drawn(draw: random.Random) -> dict[str, Any]:
+    """Return a memory section, of which some fields fit the others and some do not."""
+    keeps = ["auto", "x", "x+O", "x,none*6", ["x+O", "O"], ["x", "none*3"], "products", "graph", "O", "x*0", ["x", 1]]
+    fields: dict[str, list[Any]] = {
+        "tile_tokens": ["1K", 64],
+        "compile": ["inductor", "eager", "fast"],
+        "rebuilt": ["O", "x+O", "none", ["x", "O"], "graph"],
+        "gpu_bytes": ["1GiB", 0, "1.5tib", "12GB"],
+        "host_bytes": ["2MiB", 7, -1],
+        "directory": ["/tmp", ""],
+        "moving_bytes": ["64kib", 0],
+    }
+    chosen = draw.sample(list(fields), draw.choice((0, 1, 2, 3, 4)))
+    return {"keep": draw.choice(keeps), **{name: draw.choice(fields[name]) for name in chosen}}
+
+
 def settings_drawn(draw: random.Random) -> dict[str, Any]:
     """Return settings with a few changes, of which some fit and some do not."""
     values = copy.deepcopy(BASE)
     known = list(settings())
+    if draw.random() < 0.1:
+        values["memory"] = memory_drawn(draw)
     for _ in range(draw.choice((0, 1, 1, 2, 3))):
         setting = draw.choice(known)
         kind = draw.random()
@@ -86,6 +104,19 @@ def outcome(work: Any) -> str:
         assert text.strip() and "Traceback" not in text and len(text) < 8000, text[:300]
         return "refused"
     return "taken"
+
+
+def test_memory_sections() -> None:
+    """What is taken is a setting that `longspan.prepare` takes, also after it was written and read again."""
+    draw, taken = random.Random(4), 0
+    for _ in range(DICTIONARIES // 4):
+        values = {**BASE, "memory": memory_drawn(draw)}
+        if outcome(lambda values=values: parse_config(values)) == "taken":
+            config, taken = parse_config(values), taken + 1
+            made = config.memory.decided
+            assert made == "auto" or isinstance(made, longspan.Memory)
+            assert RunConfig.model_validate_json(config.model_dump_json()).memory.decided == made
+    assert DICTIONARIES / 40 < taken < DICTIONARIES / 5, taken
 
 
 def test_dictionaries() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import ConfigError
-from longspan.plan.keep import Budget, Keep
+from longspan.keep import Budget, Keep
 from longspan.plan.kept import LayerSize, Tier, assign, kept_bytes
 
 

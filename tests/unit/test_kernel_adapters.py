@@ -15,6 +15,7 @@ from torch import Tensor
 from kernel_cases import CAPPED, CASES, Case, packed, relative_error
 from longspan.errors import KernelError
 from longspan.kernels import aten_flash, cuda, cudnn, fa4, flash_attn
+from longspan.kernels.guard import Guard
 from longspan.kernels.protocol import Kernel, Request, Score
 from longspan.kernels.reference import Reference
 from longspan.mask import Block
@@ -328,6 +329,19 @@ def test_borders_are_made_once_and_checked(kernel: Kernel, calls: Calls) -> None
         kernel.forward(x, x, x, packed(True, (2, 2)), Score(1.0))
     with pytest.raises(KernelError, match="Segment 1 has 0 queries"):
         kernel.forward(x, x, x, packed(True, (5, 0)), Score(1.0))
+
+
+def test_operands_of_a_type_that_is_refused_are_told_the_way_out(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is picked for bf16 where weights are wider, as autocast may come later; here it has not."""
+    for module in (aten_flash, cudnn):
+        monkeypatch.setattr(module, "operand_problem", cuda.operand_problem)
+    way_out = r"not float32\. Run the model under bf16 autocast or with bf16 weights, or choose kernel 'reference'"
+    case = CASES["causal, more keys"]
+    with pytest.raises(KernelError, match=way_out):
+        Guard(aten_flash.AtenFlash()).forward(*case.operands(torch.float32)[:3], case.block, case.score)
+    with pytest.raises(KernelError, match=r"causal only with as many keys as queries\.$"):
+        cudnn.Cudnn().forward(*case.operands(torch.bfloat16)[:3], case.block, case.score)
+    assert calls == []
 
 
 @pytest.mark.parametrize("name", ["causal, more keys", "packed", "window, no order", "softcap, full"])

@@ -199,6 +199,36 @@ def test_a_gradient_does_not_wait_for_the_computation(monkeypatch: pytest.Monkey
     optimizer.finish()
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_step_ends_with_what_is_on_its_way_back(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
+    """Copies back that arrive as late as they may: when the caller's stream waits for them."""
+    expected, found = build(), build()
+    run(expected, HostAdamW(grouped(expected), **NUMBERS), range(3, 6))
+    back: dict[HostLane, list[tuple[Tensor, Tensor]]] = {}
+
+    def settle(self: HostLane) -> None:
+        for target, result in back.pop(self, []):
+            target.copy_(result)
+
+    def store(self: HostLane, result: Tensor, target: Tensor) -> None:
+        back.setdefault(self, []).append((target, result.clone()))
+
+    monkeypatch.setattr(HostLane, "settle", settle)
+    monkeypatch.setattr(HostLane, "store", store)
+    optimizer = HostAdamW(grouped(found), **NUMBERS, chunk_elements=64)
+    if not inside:
+        run(found, optimizer, range(3, 6))
+    for step in range(3, 6) if inside else ():
+        set_learning_rate(optimizer, 1e-2 / step)
+        gradients(found, step)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.submit(parameter, group)
+                parameter.grad = None
+        optimizer.finish()
+    assert equal(found, expected)
+
+
 def test_an_error_in_a_thread_reaches_the_caller_and_blocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     optimizer = HostAdamW(grouped(model), **NUMBERS, chunk_elements=64, waiting_bytes=8)

@@ -26,9 +26,9 @@ from longspan.integrations.presets import preset_config
 from longspan.integrations.random_weights import random_model
 from longspan.integrations.shapes import model_shape
 from longspan.integrations.transformers.config import own_config
+from longspan.keep import Keep, Memory
 from longspan.layout import Layout
 from longspan.mesh import Axis, Mesh
-from longspan.plan.keep import Keep, Memory
 from pictures import IMAGE, VIDEO, Album, build
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))

@@ -12,9 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import longspan
+from longspan.integrations.planning import task_for
 from longspan.integrations.presets import preset_config
 from longspan.integrations.shapes import model_shape
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
+from longspan.plan.kept import recurrent_features
 from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger, kept_bytes
@@ -22,6 +24,8 @@ from longspan.plan.runs import Costs
 from longspan.plan.setup import OPTIMIZERS, Optimizer, Setup
 from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Choice, forced
+from longspan.recurrent.fla import FlaRule
+from longspan.recurrent.rule import ChunkedRule
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -150,6 +154,18 @@ def test_a_recurrence_is_planned_for_the_rank_with_most_heads(llama8b: ModelShap
     for backward in (False, True):
         even, uneven = (Ledger(setup)._recurrence(layer, backward) / setup.local for setup in setups)
         assert uneven == pytest.approx(even * 2 * 12 / 16)
+
+
+def test_a_recurrence_is_planned_by_its_rule() -> None:
+    """Numbers of a rule in PyTorch are in float32, whatever the operands are."""
+    config, one_cpu = preset_config("tiny-qwen3-next"), Cluster(find_machine("cpu"), 1, 1, 4 * GIB, 4 * GIB)
+    setup = next(iter(task_for(model_shape(config), one_cpu, "ddp", "adamw").setups(1024, OPTIMIZERS["adamw"])))
+    assert setup.recurrence_bytes == ChunkedRule.held_bytes
+    layer = next(layer for layer in setup.shape.layers if layer.recurrent)
+    library = replace(setup, recurrence_bytes=FlaRule.held_bytes)
+    slow, fast = (Ledger(s)._recurrence(layer, True) for s in (setup, library))
+    numbers = setup.local * layer.kv_heads * recurrent_features(layer)
+    assert slow - fast == pytest.approx((46 - 28) * numbers)
 
 
 def test_activations_fall_with_the_degree(llama8b: ModelShape) -> None:

@@ -16,7 +16,7 @@ import longspan
 from longspan.cli import main
 from longspan.errors import ConfigError, ModelError, TopologyError
 from longspan.integrations.presets import PRESETS, preset_config
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.plan.library import find_machine, parse_gpus
 from longspan.plan.machine import GIB, parse_bytes
 from longspan.plan.plan import Plan, describe
@@ -35,9 +35,9 @@ def test_package_and_function() -> None:
     code = (
         "import sys, longspan\n"
         "assert callable(longspan.plan)\n"
-        "from longspan.plan.keep import Keep\n"
-        "import longspan.plan.keep\n"
-        "assert longspan.plan.keep.Keep is Keep and callable(longspan.plan)\n"
+        "from longspan.plan.plan import Plan\n"
+        "import longspan.plan.plan\n"
+        "assert longspan.plan.plan.Plan is Plan and callable(longspan.plan)\n"
         "assert not {'transformers', 'torch'} & set(sys.modules), 'planning loaded a framework'\n"
         "print(longspan.plan('tiny-llama', 4096, 1).seq_len)\n"
     )

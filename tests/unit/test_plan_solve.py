@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from longspan.integrations.planning import task_for
 from longspan.integrations.shapes import model_shape
-from longspan.plan.keep import Budget, Keep
+from longspan.keep import Budget, Keep
 from longspan.plan.library import find_machine
 from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import Ledger

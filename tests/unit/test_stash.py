@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lazy import LazyLane
 from longspan.errors import ConfigError, ModelError
-from longspan.plan.keep import Budget
+from longspan.keep import Budget
 from longspan.plan.kept import Tier
 from longspan.stream.stash import Stash
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import longspan
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, TrainingError
+from longspan.keep import Keep, Memory
 from longspan.optim import HostAdamW, StepAfterBackward, StepInBackward, Stepping, build_optimizer
-from longspan.plan.keep import Keep, Memory
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 MEMORIES: dict[str, Any] = {

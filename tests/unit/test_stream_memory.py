@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import longspan
+from longspan.keep import Budget, Keep, Memory
 from longspan.loss import tiled_loss
-from longspan.plan.keep import Budget, Keep, Memory
 from longspan.plan.kept import Tier
 from longspan.stream.mixing import PrefixMixing
 

@@ -14,8 +14,8 @@ from longspan.bench.settings import Work
 from longspan.check.run import run_check
 from longspan.check.settings import Settings
 from longspan.integrations.refusals import head_counts
+from longspan.keep import Memory
 from longspan.plan.degrees import choose_degrees
-from longspan.plan.keep import Memory
 
 _GPU_TILE_TOKENS, _CPU_TILE_TOKENS = 96, 16
 _TILES = 3

@@ -18,8 +18,8 @@ from longspan.bench.results import OUT_OF_MEMORY, STOPPED, Results, Target
 from longspan.bench.settings import AUTO, Asked, Setting
 from longspan.bench.workload import Workload, build
 from longspan.errors import ConfigError, TrainingError
+from longspan.keep import Memory
 from longspan.once import tell
-from longspan.plan.keep import Memory
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ three. COMPILE is a backend of torch.compile, `-` for none. Then, optionally, th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from longspan.config.section import parse_bytes
 from longspan.errors import ConfigError
-from longspan.plan.keep import Budget, Keep, Memory
+from longspan.keep import Budget, Keep, Memory, parse_keeps
 
 _FEW = 2
-_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def parse_memory(text: str) -> Memory:
@@ -33,7 +32,7 @@ def parse_memory(text: str) -> Memory:
     if tile != "-" and not tile.isdecimal():
         raise ConfigError(f"Memory setting {text!r}: the tile is a number of tokens or '-', got {tile!r}.")
     try:
-        memory = Memory(None if tile == "-" else int(tile), _decisions(keep, ","), None if backend == "-" else backend)
+        memory = Memory(None if tile == "-" else int(tile), parse_keeps(keep), None if backend == "-" else backend)
         return _with_options(memory, more[0]) if more else memory
     except ConfigError as error:
         raise ConfigError(f"Memory setting {text!r}: {error}") from None
@@ -54,18 +53,6 @@ def format_memory(memory: Memory) -> str:
     if memory.rebuilt != Memory().rebuilt:
         options.append(f"rebuilt={_told(memory.rebuilt, ':')}")
     return "/".join([tile, _told(memory.keep, ","), memory.compile or "-", *([",".join(options)] if options else [])])
-
-
-def parse_bytes(text: str) -> int:
-    """Read an amount of memory: 64GiB, 1.5TiB, 1048576.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"An amount of memory is given as 64GiB or a number of bytes, got {text!r}.")
-    return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
 
 
 def in_small(memory: Memory, tile_tokens: int, hidden_bytes: int) -> tuple[Memory, tuple[int, ...]]:
@@ -126,19 +113,8 @@ def _with_options(memory: Memory, text: str) -> Memory:
         given[name] = value
     sizes = {name: parse_bytes(given[name]) for name in ("gpu", "host", "moving") if name in given}
     budget = Budget(sizes.get("gpu"), sizes.get("host", 0), given.get("directory"), sizes.get("moving"))
-    rebuilt = _decisions(given["rebuilt"], ":") if "rebuilt" in given else memory.rebuilt
+    rebuilt = parse_keeps(given["rebuilt"], ":") if "rebuilt" in given else memory.rebuilt
     return replace(memory, budget=budget, rebuilt=rebuilt)
-
-
-def _decisions(text: str, separator: str) -> Keep | tuple[Keep, ...]:
-    found: list[Keep] = []
-    runs = [part.partition("*") for part in text.split(separator)]
-    for name, _, count in runs:
-        if name not in tuple(Keep) or (count and not count.isdecimal()):
-            raise ConfigError(f"layers keep one of {', '.join(Keep)}, or a list such as x,none*6; got {text!r}.")
-        found += [Keep(name)] * int(count or 1)
-    single = len(runs) == 1 and not runs[0][2]
-    return found[0] if single else tuple(found)
 
 
 def _told(decisions: Keep | tuple[Keep, ...], separator: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,14 +10,11 @@ from longspan.bench.settings import Work
 from longspan.errors import ConfigError
 from longspan.integrations.planning import cluster_for, task_for
 from longspan.integrations.shapes import model_shape
+from longspan.keep import Memory
 from longspan.plan.decide import Task
 from longspan.plan.degrees import choose_degrees
-from longspan.plan.keep import Keep, Memory
+from longspan.plan.given import given
 from longspan.plan.library import find_machine, machine_of
-from longspan.plan.memory import MOVING_BYTES, Ledger
-from longspan.plan.runs import Costs, Run
-from longspan.plan.setup import Setup
-from longspan.plan.solve import Room, choice_of
 
 _UNCOUNTED = ("reserve", "exchanges")
 """Bytes that are not torch's allocator's, whose peak is measured."""
@@ -58,18 +53,13 @@ def predicted(config: Any, work: Work, host: Host, tokens: int, memory: Memory) 
 
     It cannot for a GPU that it has no figures for, or for decisions in an order that it would not take.
     """
-    runs = _runs(memory, config.get_text_config().num_hidden_layers)
     try:
         task = _task(config, work, host)
     except ConfigError:
         return {}
-    if runs is None:
+    choice = given(next(iter(task.setups(tokens, task.optimizers[0]))), memory)
+    if choice is None:
         return {}
-    setup = _setup(task, memory, tokens)
-    costs = Costs(setup)
-    room = Room(math.inf, (math.inf,) * costs.count, memory.budget)
-    moving = 0 if memory.budget.gpu_bytes is None else memory.budget.moving_bytes or MOVING_BYTES
-    choice = choice_of(costs, Ledger(setup, moving), room, *runs)
     on_gpu = sum(size for cause, size in choice.gpu_bytes.items() if cause not in _UNCOUNTED)
     return {
         "predicted_s": round(choice.step_s, 3),
@@ -89,29 +79,3 @@ def _task(config: Any, work: Work, host: Host) -> Task:
         degrees = choose_degrees(layer.heads, layer.kv_heads, work.sp, ulysses=work.ulysses, ring=work.ring)
         task = replace(task, degrees=degrees)
     return replace(task, kernel=work.kernel)
-
-
-def _setup(task: Task, memory: Memory, tokens: int) -> Setup:
-    first = next(iter(task.setups(tokens, task.optimizers[0])))
-    return replace(first, tile_tokens=memory.tile_tokens, compiled=memory.compile is not None)
-
-
-def _runs(memory: Memory, count: int) -> tuple[tuple[Run, ...], int] | None:
-    """Return runs of layers that share what the first kept, and the graphs on top of them."""
-    keeps = (memory.keep,) * count if isinstance(memory.keep, Keep) else memory.keep
-    rebuilt = (memory.rebuilt,) * count if isinstance(memory.rebuilt, Keep) else memory.rebuilt
-    graphs = next((i for i, keep in enumerate(reversed(keeps)) if keep is not Keep.GRAPH), count)
-    below = keeps[: count - graphs]
-    if Keep.GRAPH in below:
-        return None
-    return tuple(_stretches(below, rebuilt)), graphs
-
-
-def _stretches(keeps: tuple[Keep, ...], rebuilt: tuple[Keep, ...]) -> Iterator[Run]:
-    start = 0
-    for stop in range(1, len(keeps) + 1):
-        rest = keeps[start + 1] if stop > start + 1 else None
-        goes_on = stop < len(keeps) and keeps[stop] in (Keep.NONE, Keep.OUT) and rest in (None, keeps[stop])
-        if not goes_on:
-            yield Run(start, stop, keeps[start], rest or Keep.NONE, rebuilt[stop - 1])
-            start = stop

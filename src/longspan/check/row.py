@@ -16,7 +16,7 @@ from longspan.check.settings import Settings
 from longspan.errors import LongspanError
 from longspan.integrations.multimodal import text_vocabulary
 from longspan.integrations.random_weights import few_layers
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 
 _TOKENS = 75
 _TILE_TOKENS = 13

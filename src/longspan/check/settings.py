@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspan.config import AdapterConfig
-from longspan.plan.keep import Memory
+from longspan.keep import Memory
 
 
 @dataclass(frozen=True)

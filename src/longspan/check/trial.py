@@ -71,4 +71,6 @@ def trial(model: nn.Module, settings: Settings, ulysses: int | None, ring: int |
     finally:
         if isinstance(engine, StepsItself):
             engine.close()
+            for parameter in model.parameters():
+                vars(parameter).clear()  # stage 3's part of a copy that is done with
         handle.remove()

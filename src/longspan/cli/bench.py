@@ -319,7 +319,7 @@ def _several(flags: Flags) -> int:
 
 
 def _host_bytes(text: str | None) -> int:
-    from longspan.bench.memory import parse_bytes
+    from longspan.config.section import parse_bytes
 
     if text is not None:
         return parse_bytes(text)

@@ -4,9 +4,9 @@ from longspan.config.data import DataConfig, InspectConfig
 from longspan.config.faults import FaultsConfig
 from longspan.config.load import expand_placeholders, load_config, load_inspect_config, parse_config
 from longspan.config.logging import LoggingConfig
+from longspan.config.memory import MemoryConfig
 from longspan.config.model import AdapterConfig, ModelConfig, RopeConfig
 from longspan.config.schema import (
-    MemoryConfig,
     OptimizerConfig,
     RunConfig,
     SaveConfig,

@@ -182,6 +182,8 @@ def _line(item: dict[str, Any], origins: Origins) -> str:
         return f"{name}{place} is missing.{_example(known.get(path), name)}"
     if path in known:
         setting = known[path]
+        if isinstance(item.get("ctx", {}).get("error"), ConfigError):  # which says what is allowed, and what was got
+            return f"{name}{place}: {_sentence(item['msg'].removeprefix('Value error, '))}{_example(setting, name)}"
         allowed = _sentence(item["msg"]) if element else f"Allowed: {setting.allowed}."
         return f"{name}{place}: {item['input']!r} cannot be used. {allowed}{_example(setting, name)}"
     if item["type"] in ("model_type", "model_attributes_type"):

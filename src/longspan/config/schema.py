@@ -9,29 +9,10 @@ from pydantic import model_validator
 from longspan.config.data import DataConfig
 from longspan.config.faults import FaultsConfig
 from longspan.config.logging import LoggingConfig
+from longspan.config.memory import MemoryConfig
 from longspan.config.model import AdapterConfig, ModelConfig
 from longspan.config.section import Float, Int, Rate, Section, Size
 from longspan.config.section import field as _field
-
-
-class MemoryConfig(Section):
-    """What layers keep for backward."""
-
-    keep: Literal["auto", "graph", "x+O+KV", "x+O", "x"] = _field(
-        "What a layer keeps from forward to backward: 'auto' what the plan chooses; 'graph' all activations, computing "
-        "nothing again; 'x+O+KV' its input, attention output, keys and values; 'x+O' projects keys and values again; "
-        "'x' runs attention again too.",
-        "auto",
-        example="x+O",
-    )
-    tile_tokens: Size | None = _field(
-        "Run a layer on this many tokens of a process at a time; null: all at once, or what the plan chooses. Needs a "
-        "keep that runs layers again.",
-        None,
-        unit="tokens",
-        example="16K",
-        ge=1,
-    )
 
 
 class OptimizerConfig(Section):
@@ -185,10 +166,6 @@ class RunConfig(Section):
             raise ValueError(
                 f"ulysses_degree {ulysses} x ring_degree {ring} does not make sequence_parallel_size {sp}: set one of "
                 "them to a divisor and leave the other out"
-            )
-        if self.memory.tile_tokens is not None and self.memory.keep in ("auto", "graph"):
-            raise ValueError(
-                "memory.tile_tokens needs memory.keep: x+O (or another than auto and graph), which runs layers in tiles"
             )
         if self.compute_dtype is not None and self.engine in ("single", "ddp"):
             raise ValueError(

@@ -7,8 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from longspan.errors import ConfigError
+
 _SIZE = re.compile(r"(\d+)([KM]?)", re.IGNORECASE)
 _FACTOR = {"": 1, "K": 1024, "M": 1024**2}
+_BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*([KMGT]iB)?", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 def parse_size(value: Any) -> int:
@@ -23,6 +27,20 @@ def parse_size(value: Any) -> int:
     if match is None:
         raise ValueError("not a size: write a whole number, 128K (x 1024) or 1M (x 1024 x 1024)")
     return int(match[1]) * _FACTOR[match[2].upper()]
+
+
+def parse_bytes(value: Any) -> int:
+    """Read an amount of memory: 1048576, "64GiB", "1.5TiB".
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"An amount of memory is given as 64GiB or a number of bytes, got {value!r}.")
+    return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
 
 
 def _number(value: Any) -> Any:
@@ -41,6 +59,7 @@ Int = Annotated[int, BeforeValidator(_number)]
 Float = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Rate = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
 Size = Annotated[int, BeforeValidator(parse_size)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 

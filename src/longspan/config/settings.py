@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from longspan.config.schema import RunConfig
 
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_SIZES = {"tokens": ", also as 128K (x 1024) or 1M", "bytes": ", also as 64GiB or 1.5TiB"}
 _KINDS = {
     bool: "true | false",
     int: "a whole number",
@@ -100,7 +101,7 @@ def _allowed(kind: Any, field: FieldInfo) -> str:
     if any(getattr(item, "min_length", None) for item in field.metadata):
         bounds.append("that is not empty")
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    sizes = ", also as 128K (x 1024) or 1M" if kind is int and extra.get("unit") == "tokens" else ""
+    sizes = _SIZES.get(str(extra.get("unit")), "") if kind is int else ""
     return f"{_KINDS[get_origin(kind) or kind]} {' and '.join(bounds)}".strip() + sizes
 
 

@@ -18,8 +18,8 @@ from longspan.evaluate.prompts import Prompts
 from longspan.evaluate.settings import NeedleSettings
 from longspan.evaluate.source import Source
 from longspan.integrations.transformers import prepare
+from longspan.keep import Keep, Memory
 from longspan.once import is_first
-from longspan.plan.keep import Keep, Memory
 from longspan.train.room import blank_model, check_host, check_memory
 
 _DTYPES = ("float32", "bfloat16", "float64")

@@ -27,6 +27,8 @@ from longspan.plan.machine import GIB, Cluster, Machine
 from longspan.plan.plan import Plan
 from longspan.plan.setup import ENGINES, OPTIMIZERS, Optimizer, find_optimizer
 from longspan.plan.shapes import ModelShape
+from longspan.recurrent.fla import FlaRule
+from longspan.recurrent.rule import ChunkedRule
 
 NODE_GPUS = 8
 
@@ -205,4 +207,14 @@ def task_for(
     size = sequence_parallel_size or cluster.gpus
     heads = {(layer.heads, layer.kv_heads) for layer in shape.layers if not layer.recurrent} or {(size, 1)}
     degrees = min((choose_degrees(h, k, size, cluster.node_gpus) for h, k in heads), key=lambda d: d.ulysses)
-    return Task(shape, cluster, degrees, engine, optimizers, itemsize=itemsize, streams_norm=True)
+    rule = FlaRule if cluster.machine.on_gpu else ChunkedRule
+    return Task(
+        shape,
+        cluster,
+        degrees,
+        engine,
+        optimizers,
+        itemsize=itemsize,
+        streams_norm=True,
+        recurrence_bytes=rule.held_bytes,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -141,7 +141,14 @@ def check(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, score: 
         raise KernelError(f"Packed documents are one row per call, got {rows} rows. Call once per row.")
     request = asked(q, k, v, block, score)
     if why := kernel.refuses(request):
-        raise KernelError(f"Kernel '{kernel.name}' cannot do this call ({request}): {why}.")
+        raise KernelError(f"Kernel '{kernel.name}' cannot do this call ({request}): {why}.{_way_out(kernel, request)}")
+
+
+def _way_out(kernel: Kernel, request: Request) -> str:
+    """Say what to do if the operands' type alone is refused: a kernel is picked before autocast is known of."""
+    if kernel.refuses(replace(request, dtype=torch.bfloat16)) is not None:
+        return ""
+    return " Run the model under bf16 autocast or with bf16 weights, or choose kernel 'reference', which is slow."
 
 
 def borders(q: Tensor, k: Tensor, block: Block) -> Borders:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longspan.errors import ConfigError
+from longspan.keep import Keep
 from longspan.plan.degrees import Degrees
-from longspan.plan.keep import Keep
 from longspan.plan.machine import GIB, Cluster
 from longspan.plan.memory import MOVING_BYTES, Ledger
 from longspan.plan.plan import Plan
-from longspan.plan.setup import IN_BACKWARD, OPTIMIZERS, Optimizer, Setup
+from longspan.plan.setup import IN_BACKWARD, OPTIMIZERS, RECURRENCE_BYTES, Optimizer, Setup
 from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Choice, fits, solve
 from longspan.plan.tiles import (
@@ -41,6 +41,7 @@ class Task:
         itemsize: bytes of an activation.
         compiles: whether full tiles may be compiled.
         rebuilds: whether layers may run again outside their turn, which every rank must do alike.
+        recurrence_bytes: of a recurrence in backward, per number of its operands.
         settled: whether the optimizer steps as it says; else one process alone may choose to step inside backward.
     """
 
@@ -57,6 +58,7 @@ class Task:
     settled: bool = False
     streams_norm: bool = False
     key_block_tokens: int | None = KEY_BLOCK_TOKENS
+    recurrence_bytes: int = RECURRENCE_BYTES
 
     def setups(self, tokens: int, optimizer: Optimizer) -> Iterator[Setup]:
         """Yield the setups for a length, by size of tile: the largest that is sensible, and smaller ones.
@@ -77,6 +79,7 @@ class Task:
             itemsize=self.itemsize,
             streams_norm=self.streams_norm,
             key_block_tokens=self.key_block_tokens,
+            recurrence_bytes=self.recurrence_bytes,
         )
         seen = set()
         most = max(SMALLEST_COMPILED_TOKENS, largest_tile(self.shape) // self.rows)

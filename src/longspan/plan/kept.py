@@ -11,7 +11,7 @@ from typing import Protocol
 from longspan.comm.heads import HeadSplit
 from longspan.comm.regroup import groups_of
 from longspan.errors import ConfigError
-from longspan.plan.keep import Budget, Keep
+from longspan.keep import Budget, Keep
 
 
 class Tier(StrEnum):

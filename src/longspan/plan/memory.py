@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from longspan.keep import Keep
 from longspan.plan import kept
-from longspan.plan.keep import Keep
 from longspan.plan.kept import LayerSize, most_key_heads, recurrent_features
 from longspan.plan.machine import GIB
 from longspan.plan.setup import Setup
@@ -323,13 +323,14 @@ class Ledger:
 
     def _recurrence(self, layer: LayerShape, backward: bool) -> float:
         """Operands of a recurrence over a stretch, as exchanged, convolved and activated, on the rank with most heads;
-        in backward what its kernels keep besides (values and keys once more, a state per chunk) and all their
-        gradients. Reckoned, not measured."""
+        in backward what its rule keeps besides (values and keys once more, a state per chunk) and all their
+        gradients. Forward is reckoned at half of that."""
         setup = self.setup
-        key_heads = setup.local * most_key_heads(layer, setup.ulysses * setup.ring) * setup.itemsize
+        key_heads = setup.local * most_key_heads(layer, setup.ulysses * setup.ring)
         numbers = key_heads * recurrent_features(layer)
-        states = key_heads / 64 * (layer.heads // layer.kv_heads) * layer.head_dim * layer.v_head_dim
-        return 14 * numbers + 2 * states if backward else 7 * numbers + states
+        states = key_heads / 64 * (layer.heads // layer.kv_heads) * layer.head_dim * layer.v_head_dim * setup.itemsize
+        held = setup.recurrence_bytes * numbers + 2 * states
+        return held if backward else held / 2
 
     def _tile(self, layer: LayerShape, backward: bool) -> float:
         """What a tile's computation holds."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.plan.machine import GIB
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from longspan.plan.keep import Keep
+from longspan.keep import Keep
 from longspan.plan.memory import graph_bytes, kept_bytes
 from longspan.plan.setup import Setup
 from longspan.plan.time import Clock

@@ -24,6 +24,9 @@ _DIVIDED = {
 }
 """What engines divide over all ranks; the others divide nothing."""
 
+RECURRENCE_BYTES = 28
+"""Of flash-linear-attention, per number of a recurrence's operands; reckoned from its code, in bf16."""
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -134,6 +137,7 @@ class Setup:
         tile_tokens: tokens of a rank per tile and row; None for one tile.
         streams_norm: whether the last norm runs in tiles as well.
         key_block_tokens: keys that a call of attention's backward takes at most; None for the whole prefix.
+        recurrence_bytes: of a recurrence in backward, per number of its operands.
     """
 
     shape: ModelShape
@@ -150,6 +154,7 @@ class Setup:
     tile_tokens: int | None = None
     streams_norm: bool = False
     key_block_tokens: int | None = None
+    recurrence_bytes: int = RECURRENCE_BYTES
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from longspan.plan.keep import Budget, Keep, Memory
+from longspan.keep import Budget, Keep, Memory
 from longspan.plan.memory import MOVING_BYTES, Ledger, kept_bytes, moving_products
 from longspan.plan.runs import Costs, Run
 from longspan.plan.setup import Setup

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from longspan.plan.keep import Keep
+from longspan.keep import Keep
 from longspan.plan.memory import TRAVELLING, Ledger, Moment
 from longspan.plan.runs import Costs, Run
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from longspan.plan.keep import Keep
+from longspan.keep import Keep
 from longspan.plan.setup import Setup
 from longspan.plan.shapes import LayerShape
 

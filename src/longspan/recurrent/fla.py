@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from importlib import import_module, metadata
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from longspan.errors import KernelError
 from longspan.kernels.cuda import device_problem, import_problem, load
+from longspan.plan.setup import RECURRENCE_BYTES
 from longspan.recurrent.rule import Operands
 from longspan.recurrent.stretch import Stretch
 
@@ -28,6 +27,7 @@ class FlaRule:
     """
 
     name = "fla"
+    held_bytes = RECURRENCE_BYTES
 
     @staticmethod
     def missing(device: torch.device) -> str | None:
@@ -100,9 +100,11 @@ def _backward_problem(device: torch.device) -> str | None:
 
 def _tilelang() -> bool:
     """Whether the library hands that kernel to TileLang: installed, with a compiler, and not switched off."""
-    if os.environ.get("FLA_TILELANG") == "0" or os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
+    try:
+        backend = import_module("fla.ops.common.backends.tilelang").TileLangBackend()
+        return bool(backend.is_available() and backend.is_enabled())
+    except (ImportError, AttributeError):  # a version that keeps it elsewhere: slowly is safe, and is told
         return False
-    return find_spec("tilelang") is not None and bool(import_module("fla.utils").has_usable_nvcc())
 
 
 def _numbers(version: str) -> tuple[int, ...]:

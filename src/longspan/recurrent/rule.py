@@ -47,9 +47,13 @@ class Rule(Protocol):
     q and k are divided by their norm first; consecutive value heads share a key head. States are fp32 or wider.
 
     Source: Yang et al., Gated Delta Networks (2024).
+
+    Args:
+        held_bytes: what forward and backward hold at most, per number of the operands.
     """
 
     name: str
+    held_bytes: int
 
     def outputs(self, operands: Operands, stretch: Stretch, state: Tensor | None) -> Tensor:
         """Return out [B, T, V, Dv], in v's dtype.
@@ -71,6 +75,7 @@ class ReferenceRule:
     """Token by token: slow and plain, to compare with."""
 
     name = "reference"
+    held_bytes = 2000  # a state per token
 
     def outputs(self, operands: Operands, stretch: Stretch, state: Tensor | None) -> Tensor:
         """See `Rule.outputs`."""
@@ -108,6 +113,7 @@ class ChunkedRule:
     """
 
     name = "torch"
+    held_bytes = 46  # in fp32, counted on a CPU
 
     def outputs(self, operands: Operands, stretch: Stretch, state: Tensor | None) -> Tensor:
         """See `Rule.outputs`."""
@@ -160,14 +166,19 @@ class _Chunks:
 
     def scan(self, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Go from chunk to chunk -> outputs [B, V, N * C, Dv], and the last state."""
-        if state is None:
-            state = self.values.new_zeros(*self.values.shape[:2], self.erased.shape[-1], self.values.shape[-1])
+        now: Tensor = (
+            self.values.new_zeros(*self.values.shape[:2], self.erased.shape[-1], self.values.shape[-1])
+            if state is None
+            else state
+        )
         outs = []
-        for n in range(self.values.shape[2]):
-            values = self.values[:, :, n] - self.erased[:, :, n] @ state
-            outs.append(self.queries[:, :, n] @ state + self.within[:, :, n] @ values)
-            state = state * self.kept[:, :, n, None, None] + self.written[:, :, n].mT @ values
-        return torch.cat(outs, 2), state
+        # not chunk by index, whose backward would make zeros of all chunks for each
+        parts = (self.queries, self.within, self.values, self.erased, self.written, self.kept)
+        for queries, within, values, erased, written, kept in zip(*(t.unbind(2) for t in parts), strict=True):
+            changed = values - erased @ now
+            outs.append(queries @ now + within @ changed)
+            now = now * kept[..., None, None] + written.mT @ changed
+        return torch.cat(outs, 2), now
 
 
 def _prepared(operands: Operands) -> tuple[Tensor, ...]:

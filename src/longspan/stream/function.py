@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.plan.keep import Keep
+from longspan.keep import Keep
 from longspan.stream.gradients import Gradients
 from longspan.stream.run import LayerRun
 from longspan.stream.segment import Pass, State

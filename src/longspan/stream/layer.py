@@ -13,7 +13,7 @@ from longspan.attention.build import Attend
 from longspan.attention.call import Request
 from longspan.batch import Shard
 from longspan.errors import ModelError
-from longspan.plan.keep import Keep, Memory
+from longspan.keep import Keep, Memory
 from longspan.recurrent.build import Recurrent
 from longspan.recurrent.call import DeltaNet, Recurrence
 from longspan.stream.arguments import Arguments

@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.attention.call import Request
 from longspan.batch import Shard
 from longspan.comm.pending import Pending
-from longspan.plan.keep import Keep
+from longspan.keep import Keep
 from longspan.plan.kept import Tier
 from longspan.stream.attending import AttendIn, Attending
 from longspan.stream.function import Mixing

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from longspan.errors import ConfigError
+from longspan.keep import Keep, Memory
 from longspan.kernels.protocol import wide
-from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import LayerSize, Operands, Tier, assign, kept_bytes, too_much
 from longspan.stream.stash import Stash
 from longspan.tiling import Ambient

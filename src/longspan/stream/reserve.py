@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import TrainingError
-from longspan.plan.keep import Budget, Keep
+from longspan.keep import Budget, Keep
 from longspan.plan.kept import Tier, divide
 from longspan.stream.passage import Passage
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from longspan.errors import ModelError, TrainingError
-from longspan.plan.keep import Keep
+from longspan.keep import Keep
 from longspan.plan.kept import Tier
 from longspan.stream.passage import Passage
 from longspan.weights import under_zero3

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.errors import ConfigError, ModelError
-from longspan.plan.keep import Budget
+from longspan.keep import Budget
 from longspan.plan.kept import Tier, too_much
 from longspan.stream.arena import FileArena, HostArena, Region
 from longspan.stream.stores import Copying, FileStore, HostStore, Store

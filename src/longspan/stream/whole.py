@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.batch import Shard
-from longspan.plan.keep import Keep
+from longspan.keep import Keep
 from longspan.recurrent.build import Recurrent, Share
 from longspan.recurrent.call import DeltaNet
 from longspan.stream.attending import AttendIn, Attending

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from longspan.config import RunConfig
+from longspan.config import MemoryConfig, RunConfig
 from longspan.engines import build_engine
-from longspan.errors import TopologyError
+from longspan.errors import ConfigError, TopologyError
 from longspan.integrations.adapters import check_adapter
 from longspan.integrations.encoding import Encoder
 from longspan.integrations.models import check_fit, load_model_config
@@ -17,13 +18,14 @@ from longspan.integrations.refusals import head_counts
 from longspan.integrations.tokenizer import load_tokenizer
 from longspan.optim import check_kind
 from longspan.plan.degrees import choose_degrees
+from longspan.stream.arena import FileArena
 from longspan.train.checkpoint import check_output, try_output
 from longspan.train.data import Corpus, Report, read_corpus
 from longspan.train.loggers import check_loggers
 
 
 def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
-    """Check the output folder, the optimizer, the engine, the degrees, the model and the data, and return the data.
+    """Check the output folder, the optimizer, the engine, the degrees, the model, what it keeps, and return the data.
 
     What the folder may hold is not checked: see `check_output` and `goes_on`. It is there once all else is right.
 
@@ -52,9 +54,23 @@ def preflight(config: RunConfig, world_size: int) -> tuple[Corpus, Report]:
     model_config = load_model_config(config.model)
     # raises where the heads cannot serve the degrees
     choose_degrees(*head_counts(model_config), size, ulysses=config.ulysses_degree, ring=config.ring_degree)
+    _check_memory(config.memory, model_config)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template)
     corpus, report = read_corpus(config.data, config.sequence_length, Encoder(tokenizer, config.data.targets))
     largest = max(int(ids.max()) for ids in (corpus.tokens, corpus.labels) if ids is not None)
     check_fit(model_config, max(corpus.lengths_tokens), largest)
     try_output(Path(config.output_dir))
     return corpus, report
+
+
+def _check_memory(config: MemoryConfig, model_config: Any) -> None:
+    """Raise unless each of the model's layers has its decision, and the directory takes a file."""
+    memory = config.decided
+    if memory == "auto":
+        return
+    try:
+        memory.check_layers(model_config.get_text_config().num_hidden_layers)
+        if memory.budget.directory is not None:
+            FileArena(memory.budget.directory).file.close()
+    except ConfigError as error:
+        raise ConfigError(f"memory: {error}") from None

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from longspan.config import RunConfig
 from longspan.errors import ConfigError
 from longspan.integrations.transformers.automatic import Automatic
+from longspan.keep import Keep, Memory
 from longspan.optim import check_kind
 from longspan.plan.decide import Task
 from longspan.plan.degrees import choose_degrees
-from longspan.plan.keep import Keep
+from longspan.plan.given import given
 from longspan.plan.machine import GIB
 from longspan.plan.plan import Plan
 from longspan.plan.runs import Costs
@@ -51,17 +52,20 @@ def advice(config: RunConfig, trainee: Trainee) -> str:
 def _expected(config: RunConfig, task: Task, plan: Plan) -> str:
     device = "GPU" if task.cluster.machine.on_gpu else "process"
     sizes = plan.gpu_bytes or _planned(config, task)
+    if not sizes:
+        return f"Graphs below layers that keep less are not planned; a {device} has {_size(task.cluster.gpu_bytes)}."
     parts = ", ".join(f"{cause} {_size(n)}" for cause, n in sorted(sizes.items(), key=lambda item: -item[1]) if n)
     total, held = _size(sum(sizes.values())), _size(task.cluster.gpu_bytes)
     return f"The plan expected {total} of the {held} of a {device}: {parts}."
 
 
 def _planned(config: RunConfig, task: Task) -> Mapping[str, float]:
-    """Return the bytes, by cause, of layers that all keep what the settings say."""
-    keep = Keep.GRAPH if config.memory.keep == "auto" else Keep(config.memory.keep)
-    setup = next(task.setups(config.sequence_length, task.optimizers[0]))
-    setup = replace(setup, tile_tokens=config.memory.tile_tokens, compiled=False)
-    return forced(Costs(setup), keep).gpu_bytes
+    """Return the bytes, by cause, of layers that keep what the settings say; nothing where the plan cannot tell."""
+    memory = config.memory.decided
+    choice = given(
+        next(task.setups(config.sequence_length, task.optimizers[0])), Memory() if memory == "auto" else memory
+    )
+    return {} if choice is None else choice.gpu_bytes
 
 
 def _ways(config: RunConfig, task: Task) -> Iterator[Way]:
@@ -71,7 +75,7 @@ def _ways(config: RunConfig, task: Task) -> Iterator[Way]:
     if config.memory.keep == "auto":
         yield from _kept(config, less)
     elif (choice := less.choose(tokens)) is not None:
-        yield Way("memory.keep: auto, and no memory.tile_tokens", _token_s(less, choice.step_s, tokens))
+        yield Way("memory.keep: auto, and nothing else in memory", _token_s(less, choice.step_s, tokens))
     for kind in ("adamw-host", "adamw8bit"):
         if _serves(config, kind):
             old = task.optimizers[0]

@@ -18,7 +18,6 @@ from longspan.integrations.quantize import quantize_layers
 from longspan.mesh import Mesh
 from longspan.once import is_first
 from longspan.optim import Stepping, build_optimizer, choose_stepping
-from longspan.plan.keep import Keep, Memory
 from longspan.train.meter import Meter
 from longspan.train.metrics import model_work
 from longspan.train.room import Build, blank_model, check_host, check_memory
@@ -78,7 +77,7 @@ def assemble(config: RunConfig, build: Build, device: torch.device) -> Trainee:
         ring_degree=config.ring_degree,
         kv_exchange=config.kv_exchange,
         kernel=config.kernel,
-        memory="auto" if config.memory.keep == "auto" else Memory(config.memory.tile_tokens, Keep(config.memory.keep)),
+        memory=config.memory.decided,
         grad_reduction=engine.grad_reduction,
         device=None if origin is None else device,
     )

@@ -30,12 +30,12 @@ from longspan.integrations.transformers.routers import Routers
 from longspan.integrations.transformers.vision import Vision
 from longspan.integrations.transformers.vocabulary import check_vocabulary
 from longspan.integrations.transformers.zero import DeepSpeedCheck
+from longspan.keep import Keep, Memory
 from longspan.loader import ShardedLoader
 from longspan.loss import LossOptions
 from longspan.mesh import Axis, Mesh
 from longspan.overrides import Overrides
 from longspan.plan.exchange import ExchangeRule
-from longspan.plan.keep import Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.plan import Plan
 from longspan.plan.setup import Optimizer

@@ -16,11 +16,11 @@ from longspan import weights
 from longspan.errors import ConfigError
 from longspan.integrations.shapes import model_shape
 from longspan.integrations.transformers.parts import Parts
+from longspan.keep import Budget, Keep, Memory
 from longspan.mesh import Mesh
 from longspan.once import tell
 from longspan.plan.decide import Task, plan_of
 from longspan.plan.degrees import Degrees
-from longspan.plan.keep import Budget, Keep, Memory
 from longspan.plan.kept import Operands
 from longspan.plan.library import find_machine, machine_of
 from longspan.plan.machine import Cluster, Machine
@@ -30,6 +30,7 @@ from longspan.plan.runs import Costs
 from longspan.plan.setup import Optimizer, Setup, find_optimizer
 from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Choice, forced
+from longspan.recurrent.select import pick_rule
 from longspan.stream.quantized import packed_size, quantised
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -167,7 +168,7 @@ class Automatic:
 
     def _task(self, model: nn.Module, sharded: bool) -> Task:
         if sharded not in self.tasks:
-            place, world = self.place, self.mesh.world.size
+            place, world, device = self.place, self.mesh.world.size, next(model.parameters()).device
             cluster = Cluster(place.machine, world, place.node_ranks, place.device_bytes, place.host_bytes)
             degrees = Degrees(self.base.ulysses_degree, self.base.ring_degree, self.base.reasons[0])
             shape = model_shape(model, self.operands)
@@ -188,6 +189,7 @@ class Automatic:
                 rebuilds=not sharded or self.mesh.data.size == 1,
                 settled=True,
                 streams_norm=self.streams_norm,
+                recurrence_bytes=pick_rule(self.base.kernel, device)[0].held_bytes,
             )
         return self.tasks[sharded]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longspan.integrations.transformers.lending import lent
+from longspan.keep import Memory
 from longspan.mlp import stands_alone
-from longspan.plan.keep import Memory
 from longspan.tiled import tile
 
 if TYPE_CHECKING:

@@ -27,13 +27,13 @@ from longspan.integrations.transformers.parts import Parts
 from longspan.integrations.transformers.probe import Probed, Shape, probe
 from longspan.integrations.transformers.routers import ROUTER_LOGITS, Routers
 from longspan.integrations.transformers.settled import Settled, settle_together
+from longspan.keep import Memory
 from longspan.kernels.protocol import Kernel, Request
 from longspan.kernels.select import pick
 from longspan.mesh import Mesh, build_mesh, data_parallel_ranks
 from longspan.once import tell
 from longspan.plan.degrees import Degrees, choose_degrees
 from longspan.plan.exchange import KV_EXCHANGES, ExchangeRule, KvExchange
-from longspan.plan.keep import Memory
 from longspan.plan.plan import Plan
 from longspan.recurrent.select import divided, pick_rule
 

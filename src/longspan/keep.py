@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -51,6 +52,25 @@ class Keep(StrEnum):
         return self in (Keep.OUT, Keep.NONE)
 
 
+_RUN = re.compile(r"(.+?)(?:\*([1-9]\d{0,3}))?", re.ASCII)
+"""A decision and how many layers it is for."""
+
+
+def parse_keeps(text: str, separator: str = ",") -> Keep | tuple[Keep, ...]:
+    """Read one decision for all layers, or a list with one per layer, in which `x*3` stands for three.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    found: list[Keep] = []
+    for part in text.split(separator):
+        run = _RUN.fullmatch(part.strip())
+        if run is None or run[1] not in tuple(Keep):
+            raise ConfigError(f"layers keep one of {', '.join(Keep)}, or a list such as x,none*6; got {text!r}.")
+        found += [Keep(run[1])] * int(run[2] or 1)
+    return found[0] if text.strip() in tuple(Keep) else tuple(found)
+
+
 @dataclass(frozen=True)
 class Budget:
     """How many bytes of kept tensors each tier may hold, per process; what fits in no tier is refused.
@@ -69,11 +89,15 @@ class Budget:
     moving_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("gpu_bytes", self.gpu_bytes), ("host_bytes", self.host_bytes)):
+        for name in ("gpu_bytes", "host_bytes", "moving_bytes"):
+            value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 0):
                 raise ConfigError(f"{name} must be a number of bytes, 0 or more, got {value!r}.")
-        if self.gpu_bytes is None and (self.host_bytes or self.directory is not None):
-            raise ConfigError("host_bytes and directory have no effect without gpu_bytes, as nothing leaves the GPU.")
+        elsewhere = self.host_bytes or self.directory is not None or self.moving_bytes is not None
+        if self.gpu_bytes is None and elsewhere:
+            raise ConfigError(
+                "host_bytes, directory and moving_bytes have no effect without gpu_bytes, as nothing leaves the GPU."
+            )
 
 
 @dataclass(frozen=True)
@@ -124,7 +148,10 @@ class Memory:
         if Keep.PRODUCTS in (*self.decisions, *_listed(self.rebuilt)) and self.compile is None:
             raise ConfigError("keep 'products' needs compile: products are found in the compiled code.")
         if self.tile_tokens is not None and not self.streams:
-            raise ConfigError(f"tile_tokens={self.tile_tokens} has no effect on layers that keep their graph.")
+            raise ConfigError(
+                f"tile_tokens={self.tile_tokens} has no effect on layers that keep their graph and are not compiled: "
+                "leave it out, or choose another keep, such as x+O."
+            )
         if Keep.GRAPH in _listed(self.rebuilt):
             raise ConfigError("rebuilt cannot be 'graph': layers that are rebuilt keep no graph.")
         before = Keep.GRAPH
