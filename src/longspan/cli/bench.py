@@ -28,10 +28,9 @@ from longspan.cli.bench_flags import (
     WorkFlags,
 )
 from longspan.cli.bench_jobs import ExchangeJob, WorkJob
-from longspan.cli.flags import size, with_flags
+from longspan.cli.flags import lora, size, with_flags
 from longspan.cli.launchers import launched
 from longspan.cli.ranks import has_gpu, join, start
-from longspan.config import AdapterConfig
 from longspan.errors import ConfigError, LongspanError, TrainingError
 
 bench = typer.Typer(
@@ -292,7 +291,7 @@ def _work(flags: WorkFlags) -> Work:
     return Work(
         flags.model, _processes(flags), flags.layers, flags.ulysses, flags.ring, flags.kernel, flags.engine,
         flags.optimizer, _host_bytes(flags.host_memory), flags.seed,
-        None if flags.lora_rank is None else AdapterConfig(kind="lora", rank=flags.lora_rank),
+        lora(flags.lora_rank),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longspan.cli.flags import option
+from longspan.cli.flags import LoraRank, option
 from longspan.errors import ConfigError
 
 
@@ -61,9 +61,7 @@ class WorkFlags(Flags):
         str | None, option("Host memory that plans may use: 256GiB. (default: what is free)", "SIZE")
     ] = None
     seed: Annotated[int, option("Of weights and tokens.", "N")] = 0
-    lora_rank: Annotated[
-        int | None, option("Train adapters of this rank beside all linear modules. (default: the model)", "N", min=1)
-    ] = None
+    lora_rank: LoraRank = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from longspan.check.settings import Settings
-from longspan.cli.flags import size, with_flags
+from longspan.cli.flags import LoraRank, lora, size, with_flags
 from longspan.cli.model import named_config
 from longspan.cli.ranks import check_degrees, check_device, start
-from longspan.config import AdapterConfig
 from longspan.errors import ConfigError, KernelError, LongspanError, ModelError
 
 
@@ -55,12 +54,7 @@ class Flags:
         int | None,
         typer.Option(help="Keep the model's first layers. (default 2, more to see each kind of layer)", metavar="N"),
     ] = None
-    lora_rank: Annotated[
-        int | None,
-        typer.Option(
-            help="Train adapters of this rank beside all linear modules. (default: the model)", metavar="N", min=1
-        ),
-    ] = None
+    lora_rank: LoraRank = None
     device: Annotated[
         str, typer.Option(help="cpu, cuda or auto: cuda if there is a GPU per process.", metavar="NAME")
     ] = "auto"
@@ -160,10 +154,9 @@ def run(flags: Flags) -> dict[str, Any]:
     check_degrees(flags.sp, flags.ulysses, flags.ring)
     tokens = None if flags.seq_len is None else size("--seq-len", flags.seq_len)
     check_device(flags.device)
-    adapter = None if flags.lora_rank is None else AdapterConfig(kind="lora", rank=flags.lora_rank)
     settings = Settings(
         flags.model, flags.sp, flags.ulysses, flags.ring, flags.packed, tokens, flags.layers, flags.dtype,
-        adapter=adapter,
+        adapter=lora(flags.lora_rank),
     )  # fmt: skip
     return start(CheckJob(settings, flags.device))
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from pydantic import BaseModel
 
-from longspan.config import RunConfig, Setting, parse_size, settings
+from longspan.config import AdapterConfig, RunConfig, Setting, parse_size, settings
 from longspan.errors import ConfigError
 
 
@@ -30,6 +30,16 @@ def size(flag: str, text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ConfigError(f"{flag} {text or repr(text)} is {error}.") from None
+
+
+LoraRank = Annotated[
+    int | None, option("Train adapters of this rank beside all linear modules. (default: the model)", "N", min=1)
+]
+
+
+def lora(rank: int | None) -> AdapterConfig | None:
+    """Return the adapters that a `LoraRank` asks for."""
+    return None if rank is None else AdapterConfig(kind="lora", rank=rank)
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}

@@ -202,8 +202,9 @@ class Zero:
             TrainingError: there is none, it is another stage's or world size's, or holds what would run code.
         """
         try:
-            with reading_records(self._adopted()):
-                path, state = self._adopted().load_checkpoint(str(folder), tag=_TAG)
+            engine = self._adopted()
+            with reading_records(engine):
+                path, state = engine.load_checkpoint(str(folder), tag=_TAG)
         except TrainingError:
             raise
         except Exception as error:

@@ -15,7 +15,6 @@ from torch import nn
 from longspan import weights
 from longspan.errors import ConfigError
 from longspan.integrations.shapes import model_shape
-from longspan.integrations.transformers.parts import Parts
 from longspan.keep import Budget, Keep, Memory
 from longspan.mesh import Mesh
 from longspan.once import tell
@@ -30,7 +29,6 @@ from longspan.plan.runs import Costs
 from longspan.plan.setup import Optimizer, Setup, find_optimizer
 from longspan.plan.shapes import ModelShape
 from longspan.plan.solve import Choice, forced
-from longspan.recurrent.select import pick_rule
 from longspan.stream.quantized import packed_size, quantised
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -90,6 +88,7 @@ class Automatic:
         base: the plan without a length.
         backend: what full tiles are compiled with; None to run them as they are.
         streams_norm: whether the norm after the layers can run in tiles.
+        recurrence_bytes: of the model's recurrences in backward, per number of their operands.
         optimizer: bytes of the optimizer per weight; None for that of `kind`.
         engine: who holds parameters; None for one that divides all it can, or nothing.
         kind: the optimizer by name; states are in the type of what is trained where it does not say otherwise.
@@ -102,6 +101,7 @@ class Automatic:
     base: Plan
     backend: str | None
     streams_norm: bool
+    recurrence_bytes: int
     optimizer: Optimizer | None = None
     engine: str | None = None
     kind: str = "adamw"
@@ -111,16 +111,20 @@ class Automatic:
     told: set[str] = field(default_factory=set)
 
     @classmethod
-    def agreed(cls, parts: Parts, mesh: Mesh, operands: Sequence[Operands], base: Plan) -> Automatic:
-        """Decide for a model's device and a mesh; full tiles are compiled on CUDA. Cost: as `Place.agreed`."""
-        backend = "inductor" if parts.device.type == "cuda" else None
-        return cls(Place.agreed(parts.device, mesh), mesh, operands, base, backend, parts.norm is not None)
+    def agreed(cls, handle: Any) -> Automatic:
+        """Decide for a prepared model's device and mesh; full tiles are compiled on CUDA. Cost: as `Place.agreed`."""
+        device = handle.parts.device
+        return cls._of(handle, Place.agreed(device, handle.mesh), "inductor" if device.type == "cuda" else None)
 
     @classmethod
     def alone(cls, handle: Any, device: torch.device) -> Automatic:
         """Plan for what this process sees, without asking the others, a model that was prepared without a plan."""
-        streams_norm = handle.parts.norm is not None
-        return cls(Place.seen(device, handle.mesh), handle.mesh, handle.operands, handle.plan, None, streams_norm)
+        return cls._of(handle, Place.seen(device, handle.mesh), None)
+
+    @classmethod
+    def _of(cls, handle: Any, place: Place, backend: str | None) -> Automatic:
+        streams_norm, held_bytes = handle.parts.norm is not None, handle.recurrent.rule.held_bytes
+        return cls(place, handle.mesh, handle.operands, handle.plan, backend, streams_norm, held_bytes)
 
     def expect(self, kind: str, in_backward: bool = False) -> None:
         """Plan for another optimizer than AdamW beside the parameters, from the next batch on.
@@ -168,7 +172,7 @@ class Automatic:
 
     def _task(self, model: nn.Module, sharded: bool) -> Task:
         if sharded not in self.tasks:
-            place, world, device = self.place, self.mesh.world.size, next(model.parameters()).device
+            place, world = self.place, self.mesh.world.size
             cluster = Cluster(place.machine, world, place.node_ranks, place.device_bytes, place.host_bytes)
             degrees = Degrees(self.base.ulysses_degree, self.base.ring_degree, self.base.reasons[0])
             shape = model_shape(model, self.operands)
@@ -189,7 +193,7 @@ class Automatic:
                 rebuilds=not sharded or self.mesh.data.size == 1,
                 settled=True,
                 streams_norm=self.streams_norm,
-                recurrence_bytes=pick_rule(self.base.kernel, device)[0].held_bytes,
+                recurrence_bytes=self.recurrence_bytes,
             )
         return self.tasks[sharded]
 

@@ -93,7 +93,7 @@ def prepare(
     applied = _apply(settled, parts, axes, plan, options)
     applied.settings = settings
     if memory == "auto":
-        applied.decide(Automatic.agreed(parts, axes, settled.probed.shapes, plan))
+        applied.decide(Automatic.agreed(applied))
     tell(f"longspan: {plan.summary()}")
     return applied
 
