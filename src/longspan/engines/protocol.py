@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol, runtime_checkable
 
@@ -164,24 +164,23 @@ def clip_by_global_norm(
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros(())
-    whole = _sum_of_squares([g for g in gradients if not isinstance(g, DTensor)], gradients[0])
+    whole = [g for g in gradients if not isinstance(g, DTensor)]
     shards = [g.to_local() for g in gradients if isinstance(g, DTensor)]
+    squares = _sum_of_squares(whole, gradients[0])
     if shards:
         sharded = _sum_of_squares(shards, gradients[0])
         dist.all_reduce(sharded, group=group)
-        whole = whole + sharded
-    norm = whole.sqrt()
+        squares = squares + sharded
+    norm = squares.sqrt()
     if max_norm is not None:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(scale)
+        torch._foreach_mul_([*whole, *shards], scale)  # pyright: ignore[reportPrivateImportUsage]
     return norm
 
 
-def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+def _sum_of_squares(tensors: list[Tensor], like: Tensor) -> Tensor:
     dtype = wide(like.dtype)
-    total = torch.zeros((), dtype=dtype, device=like.device)
-    for tensor in tensors:
-        total += torch.linalg.vector_norm(tensor, dtype=dtype) ** 2
-    return total
+    if not tensors:
+        return torch.zeros((), dtype=dtype, device=like.device)
+    norms = torch._foreach_norm(tensors, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).square().sum()
