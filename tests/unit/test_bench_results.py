@@ -12,6 +12,7 @@ import torch
 
 from longspan.bench.figures import FIGURES, figures_of
 from longspan.bench.fit import search
+from longspan.bench.forecast import outcomes
 from longspan.bench.results import Results, Target
 from longspan.bench.settings import Setting, Work, settings_of
 from longspan.bench.table import BEGIN, END, rendered, rows_table, tables
@@ -38,6 +39,9 @@ STEP_131K = {"tokens": 131072, "step_s": 18.9}
         (content("step", 2, STEP_131K, gpu="NVIDIA H100"), {}),
         (content("step", 2, STEP_131K, model="llama-1b"), {}),
         (content("step", 2, STEP_131K, layers=4), {}),
+        (content("step", 2, STEP_131K, engine="fsdp2"), {"P1": 18.9}),
+        (content("step", 2, STEP_131K, engine="zero-3"), {}),
+        (content("step", 2, STEP_131K, adapter={"rank": 16}), {}),
         (content("step", 2, {**STEP_131K, "state": "out of memory"}), {}),
         (content("step", 2, {**STEP_131K, "system": "ringmaster"}), {}),
         (content("fit", 2, {"tokens": 3 << 20}, {"tokens": 1 << 20}), {"P3": 3 << 20}),
@@ -104,6 +108,35 @@ def test_tables_show_the_newest_figure_and_comparisons(tmp_path: Path) -> None:
     assert rendered(once, tmp_path) == once
     with pytest.raises(ConfigError, match="needs one line"):
         rendered("nothing", tmp_path)
+
+
+def test_predictions_stand_beside_what_was_measured_later() -> None:
+    told = {"model": "m", "gpus": 2, "tokens": 1024, "lora_rank": 16, "held_out": True}
+    forecast = {
+        "gpu": "NVIDIA H200",
+        "date": "2026-12-01",
+        "rows": [{**told, "predicted_s": 1.1, "predicted_gib": 9.0}],
+    }
+    row = {"memory": "auto", "tokens": 1024, "state": "done", "step_s": 1.0, "peak_gib": 10.0}
+
+    def measured(date: str, row: dict[str, Any], **work: Any) -> dict[str, Any]:
+        work = {"model": "m", "layers": None, "adapter": {"rank": 16}} | work
+        return {"what": "step", "gpu": "NVIDIA H200", "gpus": 2, "date": date, "asked": {"work": work}, "rows": [row]}
+
+    fits = measured("2026-12-02", row)
+    assert outcomes(forecast, [fits])[1] == [
+        "m", "2", "1,024", "rank 16", "yes", "1.1", "1", "+10.0 %", "9", "10", "-10.0 %",
+    ]  # fmt: skip
+    for other in (
+        measured("2026-12-01", row),
+        measured("2026-12-02", row, adapter=None),
+        measured("2026-12-02", row, layers=4),
+        measured("2026-12-02", {**row, "memory": "8/x/-"}),
+        measured("2026-12-02", {**row, "state": "out of memory"}),
+        {**fits, "gpus": 1},
+        {**fits, "gpu": "NVIDIA H100"},
+    ):
+        assert outcomes(forecast, [other])[1].count("not measured") == 2
 
 
 def test_a_table_leaves_out_what_nobody_measured_and_shows_why() -> None:

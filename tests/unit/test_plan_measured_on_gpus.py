@@ -35,7 +35,7 @@ def measured() -> Iterator[Any]:
                 yield pytest.param(work, row, id=f"{path.stem}-{n}")
 
 
-@pytest.mark.parametrize(("work", "row"), measured())
+@pytest.mark.parametrize(("work", "row"), list(measured()))
 def test_memory_within_a_tenth_and_time_within_three_twentieths(work: Work, row: dict[str, Any]) -> None:
     host = Host("NVIDIA H200", work.sp, find_machine("h200").memory_bytes, work.host_memory_bytes)
     config = preset_config(work.model, max_position_embeddings=1 << 24)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.bench.figures import FIGURES
+from longspan.bench.forecast import outcomes
 from longspan.errors import ConfigError
 
 BEGIN, END = "<!-- results: written by `longspan bench table` -->", "<!-- end of results -->"
@@ -56,9 +57,18 @@ def rendered(text: str, results: Path) -> str:
 
 
 def tables(results: Path) -> str:
-    """Return the newest value of each figure, and every comparison with others, from a folder of result files."""
+    """Return the newest value of each figure, every comparison with others, and what came of the predictions beside the
+    folder, from a folder of result files."""
     files = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*.json"))]
     parts = [_figures(files)]
+    told = results.parent / "predictions.json"
+    if told.exists():
+        forecast = json.loads(told.read_text(encoding="utf-8"))
+        titles, *lines = outcomes(forecast, [content for _, content in files])
+        parts += [
+            f"Predictions of {forecast['date']}, commit {forecast['commit']}, on {forecast['gpu']}",
+            _aligned(titles, lines),
+        ]
     for name, content in files:
         rows = content.get("rows")
         if isinstance(rows, list) and any(row.get("system", "longspan") != "longspan" for row in rows):
