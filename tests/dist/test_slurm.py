@@ -140,7 +140,9 @@ def test_a_job_goes_on_where_its_time_was_up(slurm: Callable[..., str], tmp_path
     assert stopped is not None and "Restarts=1" in state() and "on 2 cpu processes" in said(), said()
     last = int(stopped[1]) + 2
     file.write_text(json.dumps(settings | {"max_steps": last}))
-    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait for two minutes
+    # Slurm would wait for two minutes; a node refuses a job that begins in the very second in which it was ended there
+    time.sleep(2)
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
     until(lambda: "JobState=COMPLETED" in state() or "JobState=FAILED" in state(), "the end")
     assert f"going on after step {last - 2}\n" in said() and "JobState=COMPLETED" in state(), said()
     rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
