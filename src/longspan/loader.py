@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.agreement import refuse_together
 from longspan.batch import CONTEXT
-from longspan.errors import BatchError, LongspanError
+from longspan.errors import BatchError
 from longspan.mesh import Axis, Mesh
 
 Part = dict[str, Any]
@@ -33,7 +34,8 @@ class ShardedLoader:
 
     Raises:
         BatchError: sequence-parallel ranks read different batches, or a batch cannot be sharded; on every rank, so that
-            no data rank waits for one that has stopped.
+            no data rank waits for one that has stopped. Other errors in sharding are raised as they are, and as
+            BatchError on the other data ranks.
 
     Cost: three small all-reduces per group.
     """
@@ -65,8 +67,9 @@ class ShardedLoader:
                 self.consumed = 0  # what is saved from here on is the start of the next epoch
                 return
             parts, items = self._cut(group)
-            for part in parts:
+            while parts:
                 self.consumed += 1
+                part = parts.pop(0)  # not kept: with it goes what layers have worked out on the device for it
                 yield part | {CONTEXT: replace(part[CONTEXT], num_items=items)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,20 +100,19 @@ class ShardedLoader:
 
     def _cut(self, group: list[Mapping[str, Any]]) -> tuple[list[Part], int | Tensor]:
         """Return the parts of a group and the targets of the step; if one data rank cannot, all ranks raise."""
-        parts, problem = [], self._difference(group)
+        parts: list[Part] = []
+        problem: Exception | None = self._difference(group)
         if problem is None:
             try:
                 parts = [self.shard(batch) for batch in group]
-            except LongspanError as error:
+            except Exception as error:  # whatever it is, the other data ranks would wait
                 problem = error
         counts = torch.tensor([0, int(problem is not None)], device=self.mesh.device_type)
         for part in parts:
             counts[0] += part[CONTEXT].targets
         total, problems = _reduce(counts, self.mesh.data, dist.ReduceOp.SUM)
-        if problem is not None:
-            raise problem
         if int(problems):
-            raise BatchError(f"{int(problems)} data-parallel ranks could not shard their batch; their errors say why.")
+            refuse_together(problem, self.mesh.data)
         return parts, total if total.is_cuda else int(total)
 
     def _difference(self, group: list[Mapping[str, Any]]) -> BatchError | None:

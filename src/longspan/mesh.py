@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.errors import LongspanError, TopologyError
+from longspan.errors import TopologyError
 from longspan.plan.degrees import Degrees
 from longspan.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from longspan.comm.copy_engine import CopyEngine
-
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -61,38 +57,6 @@ class Mesh:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
-
-
-def decide_together(decide: Callable[[], T], tell: Callable[[T], U], doing: str) -> tuple[T, list[U]]:
-    """Decide on each process -> this one's decision, and what each tells of its own. Collective over the default group.
-
-    Args:
-        decide: holds no collective.
-        doing: what a process that raised cannot do, and what becomes of the others.
-
-    Raises:
-        Exception: this process's own.
-        TopologyError: another process raised; the first of them is named.
-
-    Cost: an all-gather of objects.
-    """
-    error: Exception | None = None
-    decided: Any = None
-    outcome: tuple[str | None, Any] = (None, None)
-    try:
-        decided = decide()
-        outcome = (None, tell(decided))
-    except Exception as raised:  # whatever it is, the others would wait
-        error = raised
-        outcome = (str(raised) if isinstance(raised, LongspanError) else f"{type(raised).__name__}: {raised}", None)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, outcome)
-    if error is not None:
-        raise error
-    for rank, (problem, _) in enumerate(everyone):
-        if problem is not None:
-            raise TopologyError(f"Process {rank} cannot {doing}: {problem}")
-    return decided, [told for _, told in everyone]
 
 
 def data_parallel_ranks(sequence_parallel_size: int, host: DeviceMesh | None) -> torch.Tensor:

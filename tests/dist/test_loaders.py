@@ -74,7 +74,7 @@ def test_sequence_ranks_that_read_different_batches_are_told_so(run_ranks: RunRa
     """The ranks of the other data rank stop too, and do not wait until they time out."""
     told = run_ranks(4, different, field, 3, timeout_s=20)
     assert all("read different batches (batch 0)" in each for each in told[2:])
-    assert all("1 data-parallel ranks could not shard" in each for each in told[:2])
+    assert all(each.startswith("Data rank 1 (process ") and "read different batches" in each for each in told[:2])
 
 
 def broken(data: int) -> str:
@@ -88,4 +88,25 @@ def broken(data: int) -> str:
 def test_a_batch_that_one_data_rank_cannot_shard_stops_all(run_ranks: RunRanks) -> None:
     told = run_ranks(4, broken, 0, timeout_s=20)
     assert all("Pad on the right" in each for each in told[:2])
-    assert all("could not shard" in each for each in told[2:])
+    for process, each in enumerate(told[2:]):
+        assert each == f"Data rank 0 (process {process}) cannot use its batch: {told[0]}"
+
+
+def foreign() -> str:
+    """Let one data rank fail with what is no error of longspan's own."""
+    axes, batch = mesh(), {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+
+    def shard(batch: dict[str, Any]) -> dict[str, Any]:
+        if axes.data.rank == 1:
+            raise KeyError("pixels")
+        return shard_batch(batch, axes)
+
+    with pytest.raises((BatchError, KeyError)) as error:
+        list(ShardedLoader([batch], shard, axes))
+    return f"{error.type.__name__}: {error.value}"
+
+
+def test_any_error_of_one_data_rank_stops_all(run_ranks: RunRanks) -> None:
+    told = run_ranks(4, foreign, timeout_s=20)
+    assert told[2:] == ["KeyError: 'pixels'"] * 2
+    assert all("cannot use its batch: KeyError: 'pixels'" in each for each in told[:2])

@@ -54,7 +54,7 @@ def omitted(number: int) -> Any:
             return plain(trainee, data, at, *rest)
         nothing = {field.name: 0 for field in fields(Row)}
         row = Row(**nothing | {"step": at, "tokens": data.tokens, "mfu": None, "step_s": 1.0, "skipped": True})  # pyright: ignore[reportArgumentType]
-        return Taken(row, (False, False))
+        return Taken(row, (False, False, False))
 
     with patch.object(loop, "run_step", step):
         yield

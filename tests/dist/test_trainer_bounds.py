@@ -222,6 +222,8 @@ def unlike_batches(case: Case, how: str) -> str:
             data = data[::-1]
         if how == "left padding" and dist.get_rank() < 2:
             data[0]["attention_mask"] = "left"
+        if how == "other tokens" and dist.get_rank() < 2:
+            data[0]["input_ids"] = [10_000, *data[0]["input_ids"][1:]]
         trainer = make(case, folder, train_dataset=data, data_collator=Left() if how == "left padding" else Padded())
         enable(trainer, case.size)
         try:
@@ -244,13 +246,14 @@ class Left(Padded):
 def test_ranks_that_read_different_rows_are_told(run_ranks: Any) -> None:
     first, second, *others = run_ranks(4, unlike_batches, Case("ddp", 4, 2), "other rows")
     assert "share a sequence read different batches" in first and first == second
-    assert all("data ranks cannot use their batch" in told for told in others)
+    assert all("Data rank 0 (process " in told and "read different batches" in told for told in others)
 
 
 def test_a_batch_that_cannot_be_cut_is_told_on_all_ranks(run_ranks: Any) -> None:
-    told = run_ranks(4, unlike_batches, Case("ddp", 4, 2), "left padding")
-    assert all("padding before" in text for text in told[:2])
-    assert all("data ranks cannot use their batch" in text for text in told[2:])
+    for how, said in (("left padding", "padding before"), ("other tokens", "input_ids holds token 10000;")):
+        told = run_ranks(4, unlike_batches, Case("ddp", 4, 2), how, timeout_s=30)
+        assert all(text.startswith("Data rank 0 (process ") == (rank > 1) for rank, text in enumerate(told))
+        assert all(said in text for text in told), told
 
 
 def predict_without_logits(case: Case) -> str:

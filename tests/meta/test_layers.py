@@ -26,7 +26,7 @@ LAYERS = [
         "versions",
         "weights",
     },
-    {"plan", "mesh", "once", "stopwatch", "comm", "kernels"},
+    {"agreement", "plan", "mesh", "once", "stopwatch", "comm", "kernels"},
     {
         "attention",
         "recurrent",

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
+from longspan.agreement import Agreement
 from longspan.train import checkpoints
-from longspan.train.agreement import Agreement
 from longspan.train.checkpoints import Checkpoints
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,19 @@ def test_parts_of_a_group_carry_the_targets_of_the_whole_step() -> None:
     loader = ShardedLoader(batches(4), shard, Mesh(), accumulation=2)
     assert [part[CONTEXT].num_items for part in loader] == [3 + 4, 3 + 4, 5 + 6, 5 + 6]
     assert len(loader) == 4
+
+
+def test_a_part_is_gone_before_the_next_is_given() -> None:
+    """With what was worked out for it on the device: memory does not grow with accumulation."""
+    cut: list[weakref.ref[Any]] = []
+
+    def noted(batch: Any) -> dict[str, Any]:
+        part = shard(batch)
+        cut.append(weakref.ref(part[CONTEXT]))
+        return part
+
+    alive = [[ref() is not None for ref in cut] for part in ShardedLoader(batches(3), noted, Mesh(), accumulation=3)]
+    assert alive == [[True, True, True], [False, True, True], [False, False, True]]
 
 
 def test_every_epoch_starts_anew_and_what_fills_no_group_is_counted() -> None:

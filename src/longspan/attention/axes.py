@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from longspan.agreement import decide_together
 from longspan.comm.symmetric import with_copy_engine
 from longspan.errors import ConfigError, TopologyError
-from longspan.mesh import Mesh, build_mesh, data_parallel_ranks, decide_together, device_type
+from longspan.mesh import Mesh, build_mesh, data_parallel_ranks, device_type
 from longspan.plan.degrees import Degrees, choose_degrees
 
 

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from longspan.agreement import Agreement
 from longspan.cli import failures
 from longspan.cli.rendezvous import run_name, shared_store
 from longspan.config import RunConfig
@@ -28,7 +29,6 @@ from longspan.engines import build_engine
 from longspan.errors import ConfigError, LongspanError, TrainingError
 from longspan.once import is_first
 from longspan.report import conclude, end_of, read_facts
-from longspan.train.agreement import Agreement
 from longspan.train.checkpoint import check_output
 from longspan.train.data import Corpus
 from longspan.train.loop import train

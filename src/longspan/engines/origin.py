@@ -9,8 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.agreement import Agreement
 from longspan.errors import ModelError
 from longspan.once import is_first
+
+_SAME_MODEL = Agreement(
+    "take the first process's weights",
+    'Build the same model on all of them, the first on the CPU, the others under torch.device("meta").',
+)
 
 _Place = tuple[nn.Module, str]
 _Kind = tuple[torch.Size, torch.dtype, bool]
@@ -37,7 +43,8 @@ class Origin:
         places = {name: (owner, key) for name, owner, key, _ in _slots(model)}
         values = {name: parameter for name, _, _, parameter in _slots(model)}
         tensors, (names, kinds, others) = dict(_others(model)), from_first(_table(model))
-        _agree(_difference(values, {name: kinds[index][0] for name, index in names.items()}, tensors, others))
+        shapes = {name: kinds[index][0] for name, index in names.items()}
+        _SAME_MODEL(lambda: _check_same(values, shapes, tensors, others))
         blanks = [nn.Parameter(torch.empty(s, dtype=t, device="meta"), requires_grad=r) for s, t, r in kinds]
         self._blanks = blanks  # alive, so that no other parameter gets the id of one
         self._places: dict[int, list[_Place]] = {id(blank): [] for blank in blanks}
@@ -112,29 +119,19 @@ def _table(model: nn.Module) -> tuple[dict[str, int], list[_Kind], dict[str, Ten
     return names, kinds, {name: getattr(owner, key) for name, (owner, key, _) in _others(model)}
 
 
-def _difference(
+def _check_same(
     values: dict[str, nn.Parameter], shapes: dict[str, torch.Size], own: dict[str, Any], others: dict[str, Tensor]
-) -> str | None:
-    """Say what keeps this process's model from being the first one's, or weights from being brought."""
+) -> None:
+    """Raise if this process's model is not the first one's, or weights cannot be brought.
+
+    Raises:
+        ModelError: what of it.
+    """
     if unlike := (values.keys() ^ shapes.keys()) | (own.keys() ^ others.keys()):
-        return f"{min(unlike).removeprefix('.')} is in one of the models only"
+        raise ModelError(f"{min(unlike).removeprefix('.')} is in one of the models only.")
     for name, value in values.items():
+        short = name.removeprefix(".")
         if type(value.detach()) is not Tensor:
-            return f"{name.removeprefix('.')} is packed ({type(value).__name__}); build it whole on every process"
+            raise ModelError(f"{short} is packed ({type(value).__name__}); build it whole on every process.")
         if value.shape != shapes[name]:
-            return f"{name.removeprefix('.')} is {list(value.shape)} here and {list(shapes[name])} on the first"
-    return None
-
-
-def _agree(problem: str | None) -> None:
-    """Raise on all processes where one has a problem. Collective."""
-    problems = [problem]
-    if dist.is_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    for rank, said in enumerate(problems):
-        if said is not None:
-            raise ModelError(
-                f"Process {rank} cannot take the first one's weights: {said}. Build the same model on all of them, the "
-                'first on the CPU, the others under torch.device("meta").'
-            )
+            raise ModelError(f"{short} is {list(value.shape)} here and {list(shapes[name])} on the first.")

@@ -11,11 +11,11 @@ from tempfile import TemporaryFile
 
 from torch import Tensor, nn
 
+from longspan.agreement import Agreement
 from longspan.engines import protocol
 from longspan.errors import ConfigError, TrainingError
 from longspan.once import is_first
 from longspan.report.facts import METRICS, REPORT, RUN
-from longspan.train.agreement import Agreement
 from longspan.train.loggers import TENSORBOARD
 from longspan.train.watchdog import REPORTS
 

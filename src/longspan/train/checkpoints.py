@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from longspan.agreement import Agreement
 from longspan.once import is_first
-from longspan.train.agreement import Agreement
 
 _COMMIT = "commit.json"
 _GONE = ".gone.partial"

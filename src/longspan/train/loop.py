@@ -26,6 +26,7 @@ from longspan.train.resume import StopRequest, saveable
 from longspan.train.saver import Saver
 from longspan.train.shortage import advice
 from longspan.train.step import Taken, not_finite, run_step
+from longspan.train.supply import Supply
 from longspan.train.trainee import Trainee, assemble, introduce
 from longspan.train.watchdog import Watchdog, wait_longer
 
@@ -102,15 +103,18 @@ def _run_steps(
     pulse.enter("reading the checkpoint")
     number = saver.resume(file, record) if config.resume else 0
     pulse.enter("reading data", number + 1)
-    data = steps(corpus, recipe, trainee.mesh.data.rank, saver.rows)
-    for step in trainee.meter.steps(itertools.islice(data, config.max_steps - number)):
+    data = trainee.mesh.data
+    dealt = itertools.islice(steps(corpus, recipe, data.rank, saver.rows), config.max_steps - number)
+    supply = Supply(dealt, trainee.handle.shard, data, number + 1)
+    for step in trainee.meter.steps(supply):
         number, saver.rows = number + 1, saver.rows + recipe.step_rows
-        taken = run_step(trainee, step, number, config, pulse, lambda: (stop.came, saver.busy))
+        taken = run_step(trainee, step, number, config, pulse, supply, lambda: (stop.came, saver.busy))
         _check_finite(taken, config, trainee, saver)
         if record is not None:
             file.write(taken.row)
             record.step(taken.row)
-        stops, busy = taken.flags
+        stops, busy, failed = taken.flags
+        supply.told(failed)
         pulse.enter("saving")
         if not busy:
             saver.settle()
@@ -122,6 +126,8 @@ def _run_steps(
             if record is not None:
                 record.note(f"stopped by SIGTERM after step {number}, which is saved; --resume goes on from it")
             break
+        if failed:
+            saver.settle()  # taking the next step will raise
         pulse.beat()
         pulse.enter("reading data", number + 1)
     pulse.enter("saving", number)

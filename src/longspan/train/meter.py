@@ -23,6 +23,8 @@ T = TypeVar("T")
 class Meter:
     """Measures each step of a process, from asking for its data to the end of its optimizer.
 
+    The data of the next step is read before that end.
+
     Args:
         mesh: whose exchanges are measured too; they lie inside forward and backward.
         work: of the model, for MFU; None where it is not known.

@@ -39,7 +39,7 @@ class Row:
         peak_gpu_bytes, peak_host_bytes: largest over the ranks, since the start of the run; the host's since that of
             the process, which knows no other.
         gpu_bytes: peak within the step; host_bytes: resident at its end; the largest over the ranks.
-        step_s: from asking for the step's data to the end of its optimizer.
+        step_s: from asking for the step's data to the end of its optimizer; the next one's data is read within it.
         data_s, forward_s, backward_s, reduce_s, optimizer_s, other_s: of the first process; they add up to step_s.
             Gradients that the engine reduces inside backward count there.
         exchange_s: inside forward and backward of the first process, how long compute waited for what other ranks of

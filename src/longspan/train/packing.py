@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,13 @@ class Step:
     """What one optimizer step trains on.
 
     Args:
-        micro_batches: this replica's full batches (every sequence-parallel rank of it gets the same).
+        micro_batches: this replica's full batches (every sequence-parallel rank of it gets the same), or parts of them.
         num_items: targets of the whole step, over all replicas and micro-batches.
         tokens: tokens of the whole step, each counted once, padding not at all.
         documents_tokens: lengths of all documents of the whole step.
     """
 
-    micro_batches: list[dict[str, Tensor]]
+    micro_batches: list[dict[str, Any]]
     num_items: int
     tokens: int
     documents_tokens: list[int]

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from longspan.agreement import Agreement
 from longspan.engines import Zero
 from longspan.errors import TrainingError
 from longspan.optim.host import empty_state
 from longspan.optim.stepping import Stepping
-from longspan.train.agreement import Agreement
 from longspan.train.writing import Writing
 
 _ENGINE = "engine"

@@ -16,6 +16,7 @@ from longspan.train.packing import Step
 from longspan.train.pulse import Pulse
 from longspan.train.schedule import learning_rate
 from longspan.train.state import numbers, set_numbers
+from longspan.train.supply import Supply
 from longspan.train.trainee import Trainee
 
 
@@ -24,7 +25,8 @@ class Taken:
     """A step that has been taken, or skipped as it is not finite; the same on all ranks.
 
     Args:
-        flags: which of the flags that were asked for some process has set.
+        flags: which of the flags that were asked for some process has set; after them, whether some process has no data
+            for the next step.
     """
 
     row: Row
@@ -32,12 +34,19 @@ class Taken:
 
 
 def run_step(
-    trainee: Trainee, step: Step, number: int, config: RunConfig, pulse: Pulse, flags: Callable[[], tuple[bool, ...]]
+    trainee: Trainee,
+    step: Step,
+    number: int,
+    config: RunConfig,
+    pulse: Pulse,
+    supply: Supply,
+    flags: Callable[[], tuple[bool, ...]],
 ) -> Taken:
     """Take a step. One that is not finite is skipped: parameters, optimizer and random numbers are as they were, unless
     the engine or a step inside backward has applied it already.
 
     Args:
+        supply: of the next step's data, which is made ready while the device works on this step.
         flags: asked at the end of the step, for what one process alone may know.
     """
     meter = trainee.meter
@@ -48,6 +57,10 @@ def run_step(
     pulse.enter("optimizer")
     with meter.phase("optimizer"):
         norm = trainee.stepping.norm()
+    pulse.enter("reading data")
+    with meter.phase("data"):
+        failed = supply.look_ahead()
+    pulse.enter("optimizer")
     loss_value, norm_value = torch.stack(
         [loss.double(), norm.double().to(loss.device)]
     ).tolist()  # the step's host sync
@@ -58,7 +71,7 @@ def run_step(
     else:
         trainee.stepping.optimizer.zero_grad(set_to_none=True)
         set_numbers(trainee.device, before)
-    row, agreed = meter.row(number, step, *flags(), loss=loss_value, grad_norm=norm_value, lr=lr)
+    row, agreed = meter.row(number, step, *flags(), failed, loss=loss_value, grad_norm=norm_value, lr=lr)
     return Taken(row if finite else replace(row, skipped=True), agreed)
 
 
@@ -75,15 +88,15 @@ def not_finite(row: Row, config: RunConfig, applied_early: bool, in_a_row: int) 
 
 
 def _backward(trainee: Trainee, step: Step, pulse: Pulse) -> Tensor:
-    """Run a step's micro-batches forward and backward; return its loss, the same on every rank."""
+    """Run a step's micro-batches forward and backward, and use them up; return its loss, the same on every rank."""
     loss = torch.zeros((), device=trainee.device)
     phase = trainee.meter.phase
-    for index, batch in enumerate(step.micro_batches, 1):
+    while step.micro_batches:
         pulse.enter("forward")
+        part = step.micro_batches.pop(0)  # not kept: with it goes what layers have worked out on the device for it
         with phase("data"):
-            part = trainee.handle.shard(batch, num_items=step.num_items)
             part = {k: v.to(trainee.device) if isinstance(v, Tensor) else v for k, v in part.items()}
-        with trainee.engine.accumulating(last=index == len(step.micro_batches)):
+        with trainee.engine.accumulating(last=not step.micro_batches):
             with phase("forward"):
                 out = trainee.module(**part)
             pulse.enter("backward")

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from longspan.agreement import Agreement
 from longspan.once import is_first
-from longspan.train.agreement import Agreement
 
 
 class Writing:

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from longspan.batch import count_targets
-from longspan.errors import ConfigError, LongspanError
+from longspan.errors import ConfigError
 from longspan.integrations.trainer.checks import check, chosen_size
 from longspan.integrations.trainer.model import FullBatch
 from longspan.integrations.trainer.replicas import Replicas
 from longspan.integrations.trainer.rows import EvaluationRows, Share, evaluation_rows, fingerprint, training_rows
 from longspan.integrations.trainer.zero import check_zero, let_zero_hold
 from longspan.integrations.transformers import Applied, prepare
+from longspan.integrations.transformers.vocabulary import check_vocabulary
 from longspan.mesh import Mesh
 from longspan.once import tell
 from longspan.overrides import Overrides
@@ -160,10 +161,13 @@ class EnabledTrainer:
             or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
         ):
             return None
-        problem, targets = None, 0
+        problem: Exception | None = None
+        targets: int | Tensor = 0
         try:
-            targets = sum(count_targets(batch) for batch in batches)
-        except LongspanError as error:
+            for batch in batches:
+                targets += count_targets(batch)
+                check_vocabulary(self.handle.parts, batch)
+        except Exception as error:  # whatever it is, the other data ranks would wait
             problem = error
         return self.replicas.count(targets, fingerprint(batches), problem).to(device)
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
-from longspan.errors import BatchError, LongspanError
+from longspan.agreement import refuse_together
+from longspan.errors import BatchError
 from longspan.mesh import Mesh
 
 
@@ -56,7 +57,7 @@ class Replicas:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.mesh.data.group)
         return int(least)
 
-    def count(self, targets: int | Tensor, seen: Tensor, problem: LongspanError | None) -> Tensor:
+    def count(self, targets: int | Tensor, seen: Tensor, problem: Exception | None) -> Tensor:
         """Add up targets over the data ranks, once all ranks of each sequence are seen to have read the same.
 
         Args:
@@ -81,10 +82,8 @@ class Replicas:
         counts[1] += problem is not None
         if self.size > 1:
             dist.all_reduce(counts, group=self.mesh.data.group)
-            if problem is None and int(counts[1]):
-                problem = BatchError(f"{int(counts[1])} data ranks cannot use their batch; their errors say why.")
-        if problem is not None:
-            raise problem
+        if problem is not None or (self.size > 1 and int(counts[1])):
+            refuse_together(problem, self.mesh.data)
         return counts[0]
 
     def _gather(self, tensor: Tensor) -> Tensor:

@@ -149,7 +149,8 @@ class Applied:
             token_fields: names of further tensors [B, S, ...] to cut.
 
         Returns:
-            Keyword arguments for the model. Pure and free of collectives.
+            Keyword arguments for the model. Pure and free of collectives: ranks with other batches do not hear of a
+            BatchError here, and would wait in forward; `loader` raises on all.
         """
         batch = present(batch)
         check_vocabulary(self.parts, batch)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from longspan.agreement import decide_together
 from longspan.attention.call import Kind
 from longspan.errors import TopologyError
 from longspan.integrations.transformers.probe import Probed
 from longspan.keep import Memory
 from longspan.kernels.protocol import Kernel
-from longspan.mesh import decide_together
 from longspan.plan.degrees import Degrees
 from longspan.plan.exchange import ExchangeRule
 from longspan.plan.plan import Plan
