@@ -75,6 +75,7 @@ def run(config: RunConfig, killed_in: int = 0, stopped_in: int = 0) -> tuple[int
     with ExitStack() as stack:
         if config.engine.startswith("zero"):
             stack.enter_context(launched())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # torchao compiles a step per shape
         stack.enter_context(patch.object(loop, "run_step", step))
         stack.enter_context(patch.object(Writing, "busy", property(written)))  # settled at the next step, each time
         try:

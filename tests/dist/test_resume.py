@@ -32,6 +32,11 @@ pytestmark = pytest.mark.dist
 
 LORA = {"kind": "lora", "rank": 3, "dropout": 0.3}
 
+BITS = {"optimizer": {"kind": "adamw8bit", "lr": 3e-3, "weight_decay": 0.1}}
+"""Of what two processes hold of the model below, some states are of 8 bits on both, some on one, some on none."""
+
+WIDE = {"hidden_size": 32, "intermediate_size": 385, "num_hidden_layers": 2, "vocab_size": 512}
+
 KINDS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2, dp2": {"sequence_parallel_size": 1},
@@ -39,6 +44,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "fsdp2 lora": {"adapter": LORA},
     "ddp lora ring": {"engine": "ddp", "adapter": LORA, "ring_degree": 2},
     "fsdp2 host": {"optimizer": {"kind": "adamw-host", "lr": 3e-3}},
+    "fsdp2 8 bits": BITS | {"model": {"name": "tiny-llama", "init": "random", "overrides": WIDE}},
+    "ddp 8 bits": BITS | {"engine": "ddp"},
     "fsdp2 streamed": {"memory": {"keep": "x", "tile_tokens": 7}, "adapter": LORA},
     "zero-1": {"engine": "zero-1"},
     "zero-3": {"engine": "zero-3"},
@@ -50,6 +57,8 @@ def test_a_killed_run_goes_on_to_the_bit(run_ranks: RunRanks, tmp_path: Path, ki
     """Killed in its fifth step, when the fourth is saved and the metrics of the fourth are written."""
     if "zero" in kind:
         pytest.importorskip("deepspeed")
+    if "8 bits" in kind:
+        pytest.importorskip("torchao")
     changes = KINDS[kind]
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
     run_ranks(2, run, config_of(whole, **changes, save={"every": None}))
@@ -76,6 +85,32 @@ def test_one_process_goes_on(tmp_path: Path) -> None:
         run(config_of(cut, **changes), 4)
         assert run(config_of(cut, **changes, resume=True))[0] == STEPS
         assert result(cut) == result(whole)
+
+
+def kinds_of_states() -> dict[str, list[bool]]:
+    """Return which states of the model of "fsdp2 8 bits" would be of 8 bits on the processes of two."""
+    shapes = {"embed": (512, 32), "gate": (385, 32), "down": (32, 385), "query": (32, 32)}
+    locals_ = {name: [-(-rows // 2) * columns, rows // 2 * columns] for name, (rows, columns) in shapes.items()}
+    return {name: [count >= 4096 and count % 256 == 0 for count in counts] for name, counts in locals_.items()}
+
+
+def test_a_run_with_8_bit_states_goes_on_on_other_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """Blocks are cut anew, so values are rounded once more: near what the run would have come to, and not the same."""
+    pytest.importorskip("torchao")
+    assert kinds_of_states() == {"embed": [True] * 2, "gate": [False, True], "down": [False] * 2, "query": [False] * 2}
+    changes, whole, cut = KINDS["fsdp2 8 bits"], str(tmp_path / "whole"), str(tmp_path / "cut")
+    run_ranks(2, run, config_of(whole, **changes))
+    run_ranks(2, run, config_of(cut, **changes), 4)
+    expected = result(whole)[0]
+    for name, (world, more) in {
+        "four": (4, {"gradient_accumulation_steps": 1}),
+        "ddp": (2, {"engine": "ddp"}),
+        "one": (1, {"engine": "fsdp2", "sequence_parallel_size": 1}),
+    }.items():
+        shutil.copytree(cut, folder := str(tmp_path / name))
+        assert run_ranks(world, run, config_of(folder, **changes | more, resume=True))[0][0] == STEPS
+        for found, wanted in zip(result(folder)[0], expected, strict=True):
+            assert found == pytest.approx(wanted, rel=2e-3), name
 
 
 def test_another_world_goes_on(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.config import RunConfig, load_config, parse_config, parse_size, settings
+from longspan.config.section import parse_bytes
 from longspan.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {
@@ -46,6 +47,20 @@ def test_sizes(text: Any, tokens: int) -> None:
 def test_sizes_that_are_not(text: Any) -> None:
     with pytest.raises(ValueError, match="128K"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [(5, 5), ("5", 5), ("256GiB", 256 << 30), ("80g", 80 << 30), ("1.9TB", 1_900_000_000_000), (" 1.5 mib ", 3 << 19)],
+)
+def test_amounts_of_memory(text: Any, amount: int) -> None:
+    assert parse_bytes(text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1PB", "1 GiBs", "1e3GiB", "nan", True, None, 1.5])
+def test_amounts_that_are_not(text: Any) -> None:
+    with pytest.raises(ConfigError, match=r"64GiB, 1.9TB or a number of bytes"):
+        parse_bytes(text)
 
 
 def test_defaults_and_frozen() -> None:

@@ -74,7 +74,7 @@ def test_a_section_is_a_memory(fields: dict[str, Any], memory: Any) -> None:
         ({"keep": "graph", "gpu_bytes": 8}, "memory: gpu_bytes has no effect on layers that keep their graph"),
         ({"keep": "x", "host_bytes": 8}, "memory: host_bytes, .* no effect without gpu_bytes"),
         ({"keep": "x", "moving_bytes": 8}, "memory: host_bytes, .* no effect without gpu_bytes"),
-        ({"keep": "x", "gpu_bytes": "12GB"}, "memory.gpu_bytes: An amount of memory is given as 64GiB .*'12GB'"),
+        ({"keep": "x", "gpu_bytes": "12GX"}, "memory.gpu_bytes: An amount of memory is given as 64GiB.*'12GX'"),
         ({"keep": "x", "gpu_bytes": -1}, "memory.gpu_bytes: -1 .* >= 0, also as 64GiB"),
         ({"keep": "x", "gpu_bytes": True}, "memory.gpu_bytes: An amount"),
         ({"keep": "x", "gpu_bytes": 0, "directory": ""}, "memory.directory: '' cannot be used"),

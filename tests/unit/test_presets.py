@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, T5Config
+from transformers import GPTJConfig, GPTNeoXConfig, PretrainedConfig, PreTrainedModel, T5Config
 
 from longspan.errors import ConfigError
 from longspan.integrations.presets import PRESETS, preset_config
@@ -158,6 +158,17 @@ def test_narrowed_models_keep_their_heads(name: str) -> None:
     assert parameter_count(small) < 10_000_000
     logits = random_model(small, torch.float32, CPU)(input_ids=torch.arange(9)[None], use_cache=False).logits
     assert logits.shape == (1, 9, 512)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GPTNeoXConfig(hidden_size=1536, num_attention_heads=64), GPTJConfig(n_embd=512, n_head=16, rotary_dim=16)],
+)
+def test_widths_stay_where_heads_would_not(config: PretrainedConfig) -> None:
+    """A share of a head's size is rotated, and the family counts it from the width of the residual stream."""
+    small, changes = narrowed(few_layers(config))
+    assert small.hidden_size == config.hidden_size and changes["vocab_size"] == 512 and "hidden_size" not in changes
+    assert random_model(small, torch.float32, CPU)(input_ids=torch.arange(9)[None]).logits.shape == (1, 9, 512)
 
 
 def test_what_cannot_be_made_small_is_refused() -> None:

@@ -28,7 +28,7 @@ from longspan.cli.bench_flags import (
     WorkFlags,
 )
 from longspan.cli.bench_jobs import ExchangeJob, WorkJob
-from longspan.cli.flags import lora, size, with_flags
+from longspan.cli.flags import amount, lora, size, with_flags
 from longspan.cli.launchers import launched
 from longspan.cli.ranks import has_gpu, join, start
 from longspan.errors import ConfigError, LongspanError, TrainingError
@@ -318,10 +318,8 @@ def _several(flags: Flags) -> int:
 
 
 def _host_bytes(text: str | None) -> int:
-    from longspan.config.section import parse_bytes
-
     if text is not None:
-        return parse_bytes(text)
+        return amount("--host-memory", text)
     from longspan.optim.memory import available_bytes
 
     return available_bytes()

@@ -12,6 +12,7 @@ import typer
 from pydantic import BaseModel
 
 from longspan.config import AdapterConfig, RunConfig, Setting, parse_size, settings
+from longspan.config.section import parse_bytes
 from longspan.errors import ConfigError
 
 
@@ -30,6 +31,20 @@ def size(flag: str, text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ConfigError(f"{flag} {text or repr(text)} is {error}.") from None
+
+
+def amount(flag: str, text: str) -> int:
+    """Read a flag's amount of memory: 64GiB, 1.9TB, or a number of bytes.
+
+    Raises:
+        ConfigError: it is none, or less than any machine has, such as 80 for 80 GiB.
+    """
+    found = parse_bytes(text)
+    if found < 1 << 20:
+        raise ConfigError(
+            f"{flag} {text} is {found:,} bytes, which is less than 1 MiB: write it with a unit, as 64GiB."
+        )
+    return found
 
 
 LoraRank = Annotated[

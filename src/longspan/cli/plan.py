@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from longspan.cli.calibrate import calibrate, fitted
-from longspan.cli.flags import option, size, with_flags
+from longspan.cli.flags import amount, option, size, with_flags
 from longspan.errors import ConfigError
 
 
@@ -97,9 +97,7 @@ class Flags:
     @property
     def host_bytes(self) -> int:
         """Memory of a node that may be used."""
-        from longspan.plan.machine import parse_bytes
-
-        return 0 if self.host_memory is None else parse_bytes(self.host_memory)
+        return 0 if self.host_memory is None else amount("--host-memory", self.host_memory)
 
 
 @with_flags(Flags)
@@ -145,10 +143,9 @@ def run(flags: Flags, lengths: list[int | None]) -> list[Any]:
     from longspan.integrations.planning import cluster_for, shape_to_plan, tasks_for
     from longspan.plan.decide import make_plan
     from longspan.plan.library import parse_gpus
-    from longspan.plan.machine import parse_bytes
 
     count, machine = parse_gpus(flags.gpus)
-    gpu_bytes = machine.memory_bytes if flags.gpu_memory is None else parse_bytes(flags.gpu_memory)
+    gpu_bytes = machine.memory_bytes if flags.gpu_memory is None else amount("--gpu-memory", flags.gpu_memory)
     cluster = cluster_for(machine, count, flags.gpus_per_node, gpu_bytes, flags.host_bytes)
     shape = shape_to_plan(flags.model, flags.adapter)
     tasks = tasks_for(shape, cluster, flags.engine, flags.optimizer, count if flags.calibrate else flags.sp)

@@ -190,11 +190,6 @@ class RunConfig(Section):
         self._check_skipping()
         if self.resume and self.overwrite:
             raise ValueError("resume goes on from what overwrite replaces: set one of them")
-        if self.optimizer.kind == "adamw8bit" and (self.resume or self.save.every is not None):
-            raise ValueError(
-                "optimizer.kind adamw8bit has states that checkpoints cannot hold: leave resume and save.every out, or "
-                "set optimizer.kind to adamw or adamw-host"
-            )
         return self
 
     @property

@@ -11,8 +11,8 @@ from longspan.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+)([KM]?)", re.IGNORECASE)
 _FACTOR = {"": 1, "K": 1024, "M": 1024**2}
-_BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*([KMGT]iB)?", re.IGNORECASE | re.ASCII)
-_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_BYTES = re.compile(r"(\d{1,20}(?:\.\d{1,9})?)\s*(?:([KMGT])(i?B)?)?", re.IGNORECASE | re.ASCII)
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_size(value: Any) -> int:
@@ -30,7 +30,7 @@ def parse_size(value: Any) -> int:
 
 
 def parse_bytes(value: Any) -> int:
-    """Read an amount of memory: 1048576, "64GiB", "1.5TiB".
+    """Read an amount of memory: 1048576, "64GiB" or "64G" (times 1024 cubed), "1.9TB" (times 1000 to the fourth).
 
     Raises:
         ConfigError: anything else.
@@ -39,8 +39,9 @@ def parse_bytes(value: Any) -> int:
         return value
     match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
-        raise ConfigError(f"An amount of memory is given as 64GiB or a number of bytes, got {value!r}.")
-    return round(float(match[1]) * _UNITS[(match[2] or "").upper()])
+        raise ConfigError(f"An amount of memory is given as 64GiB, 1.9TB or a number of bytes, got {value!r}.")
+    base = 1000 if (match[3] or "").upper() == "B" else 1024
+    return round(float(match[1]) * base ** _POWER[(match[2] or "").upper()])
 
 
 def _number(value: Any) -> Any:

@@ -70,8 +70,21 @@ def narrowed(config: PretrainedConfig) -> tuple[PretrainedConfig, dict[str, int]
     if hidden > width:
         every = {**changes, "hidden_size": width, "head_dim": getattr(text, "head_dim", None) or hidden // heads}
         with contextlib.suppress(ConfigError):
-            return _with_widths(config, every), {**changes, "hidden_size": width}
+            narrow = _with_widths(config, every)
+            if hasattr(text, "head_dim") or _runs(narrow):
+                return narrow, {**changes, "hidden_size": width}
     return _with_widths(config, changes), changes
+
+
+def _runs(config: PretrainedConfig) -> bool:
+    """Whether the model of a configuration runs; some families compute parts of a head's size from other widths."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = untrained_model(config, 0, torch.float32, torch.device("cpu"))
+        try:
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        except RuntimeError:
+            return False
+    return True
 
 
 def _exceeds(width: Any, most: int) -> bool:

@@ -215,13 +215,9 @@ def host_bytes(parameters: Iterable[Tensor]) -> int:
     return sum(3 * local(p).numel() * wide(p.dtype).itemsize for p in parameters)
 
 
-def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return a state of AdamW as `state_dict` has it, for a checkpoint to be read into."""
-    if isinstance(optimizer, HostAdamW):
-        moments = {name: _like(parameter, _empty(local(parameter))) for name in _STATES}
-    else:
-        moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros(()), **moments}
+def empty_like(parameter: nn.Parameter) -> Tensor:
+    """Return host memory for a float32 state of a parameter, sharded as it is, for a checkpoint to be read into."""
+    return _like(parameter, _empty(local(parameter)))
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from longspan.errors import ConfigError
+
+_PIECE_ELEMENTS = 1 << 24
 
 
 def require(kind: str) -> None:
@@ -32,6 +35,54 @@ def optimizer(kind: str, groups: list[dict[str, Any]], options: dict[str, Any]) 
         from torchao.optim import AdamW8bit, _AdamW  # pyright: ignore[reportMissingImports]
     made = AdamW8bit if kind == "adamw8bit" else _AdamW
     return made(groups, bf16_stochastic_round=True, **options)
+
+
+def packs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's states are of 8 bits, where they are large enough."""
+    return type(optimizer).__name__ == "AdamW8bit" and type(optimizer).__module__.startswith("torchao.")
+
+
+def is_packed(state: Tensor) -> bool:
+    """Whether a process's part of a state is of 8 bits, with a scale per block of elements."""
+    return type(state).__name__ == "OptimState8bit"
+
+
+def unpacked(state: Tensor) -> Tensor:
+    """Return the numbers that a state stands for, float32 where it is packed."""
+    return state.dequantize() if is_packed(state) else state
+
+
+def buffer(optimizer: Any, parameter: nn.Parameter, signed: bool) -> Tensor:
+    """Make an empty state of a parameter as the optimizer would, sharded as the parameter is."""
+    return optimizer._new_buffer(parameter, signed)
+
+
+@torch.no_grad()
+def fill(state: Any, values: Tensor, scale: Tensor | None) -> None:
+    """Pack numbers into a process's part of a state.
+
+    Args:
+        values: float32, shaped as the state, on any device.
+        scale: of each block, with which values that were unpacked by it give the bytes that they had; None for that of
+            the block's largest value.
+
+    Cost: temporaries of 16M elements at a time on the device of the state.
+    """
+    if not is_packed(state):
+        state.copy_(values)
+        return
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap  # pyright: ignore[reportMissingImports]
+
+    blocks = values.reshape(len(state.scale), -1)
+    if scale is None:
+        scale = blocks.abs().amax(-1).clip(1e-12)  # as torchao does
+    state.scale.copy_(scale)
+    codes, step = state.codes.view(blocks.shape), max(1, _PIECE_ELEMENTS // blocks.shape[1])
+    for start in range(0, len(blocks), step):
+        rows = slice(start, start + step)
+        divisor = state.scale[rows, None]
+        share = blocks[rows].to(state.device) / divisor.where(divisor != 0, 1)
+        codes[rows] = quantize_8bit_with_qmap(share, state.qmap)
 
 
 @contextmanager

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-
-from longspan.errors import ConfigError
 
 GIB = 1 << 30
 
@@ -100,21 +97,3 @@ class Cluster:
         if self.gpus <= self.node_gpus:
             return machine.link_gbs
         return min(machine.link_gbs, machine.network_gbs * self.node_gpus)
-
-
-_BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-
-
-def parse_bytes(text: str) -> int:
-    """Read an amount of memory: "256GiB" (binary), "1.9TB" (decimal), "80G" (binary).
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
-    if match is None or not float(match[1]):
-        raise ConfigError(f"An amount of memory is given as 256GiB or 1.9TB, got {text!r}.")
-    unit = match[2].upper()
-    units = _DECIMAL if (match[3] or "").upper() == "B" else _BINARY
-    return round(float(match[1]) * units[unit])

@@ -22,7 +22,7 @@ from longspan.train.packing import Recipe, steps
 from longspan.train.progress import Progress
 from longspan.train.pulse import Pulse
 from longspan.train.record import Record
-from longspan.train.resume import StopRequest, saveable
+from longspan.train.resume import StopRequest
 from longspan.train.saver import Saver
 from longspan.train.shortage import advice
 from longspan.train.step import Taken, not_finite, run_step
@@ -73,7 +73,7 @@ def train(
         with (
             closing(trainee),
             record or nullcontext(),
-            StopRequest(saveable(config)) as stop,
+            StopRequest() as stop,
             explained(pulse, lambda: advice(config, trainee)),
         ):
             last = _run_steps(config, corpus, trainee, record, stop, pulse)

@@ -20,12 +20,11 @@ from longspan.train.data import Corpus
 class StopRequest:
     """Notices SIGTERM, with which schedulers announce the end, so that the step at hand can be finished and saved.
 
-    Args:
-        serves: whether the run can be saved; if not, SIGTERM does what it did.
+    Outside the main thread, which alone hears signals, SIGTERM does what it did.
     """
 
-    def __init__(self, serves: bool) -> None:
-        self._serves = serves and threading.current_thread() is threading.main_thread()
+    def __init__(self) -> None:
+        self._serves = threading.current_thread() is threading.main_thread()
         self._before: Any = None
         self.came = False
 
@@ -42,11 +41,6 @@ class StopRequest:
         self.came = True
 
 
-def saveable(config: RunConfig) -> bool:
-    """Whether checkpoints can hold all of a run's state."""
-    return config.optimizer.kind != "adamw8bit"
-
-
 def goes_on(config: RunConfig, run: str, lost: bool) -> bool:
     """Return whether a start goes on with what is in its output folder: as told, or as its own run has left it.
 
@@ -60,7 +54,7 @@ def goes_on(config: RunConfig, run: str, lost: bool) -> bool:
         ConfigError: the folder holds something that it neither goes on with nor may remove.
     """
     folder = Path(config.output_dir)
-    if config.resume or (saveable(config) and _run_in(folder) == run):
+    if config.resume or _run_in(folder) == run:
         return True
     if lost and holds_something(folder):
         raise ConfigError(

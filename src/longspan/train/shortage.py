@@ -118,8 +118,6 @@ def _serves(config: RunConfig, kind: str) -> bool:
     """Whether a run may take another kind of optimizer."""
     if config.optimizer.kind in (kind, "adamw-host") or config.engine.startswith("zero-"):
         return False
-    if kind == "adamw8bit" and (config.resume or config.save.every is not None):
-        return False
     try:
         check_kind(kind)
     except ConfigError:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from longspan.agreement import Agreement
 from longspan.engines import Zero
 from longspan.errors import TrainingError
-from longspan.optim.host import empty_state
+from longspan.optim.saved import empty_state, own_state, saved_state
 from longspan.optim.stepping import Stepping
 from longspan.train.writing import Writing
 
@@ -152,7 +152,7 @@ def _optimizer(
     packed = optimizer.state_dict()["state"] if empty is None else {}
     found = {}
     for index, (name, parameter) in enumerate(_stepped(model, optimizer)):
-        state = packed.get(index, {}) if empty is None else empty(optimizer, parameter)
+        state = saved_state(packed.get(index, {})) if empty is None else empty(optimizer, parameter)
         found |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
     return found
 
@@ -164,9 +164,9 @@ def _give(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, Te
         owner, _, own = key.rpartition(".")
         states.setdefault(owner, {})[own] = tensor
     packed = optimizer.state_dict()
-    for index, (name, _) in enumerate(_stepped(model, optimizer)):
+    for index, (name, parameter) in enumerate(_stepped(model, optimizer)):
         if state := states.get(f"optimizer.{name}"):  # a parameter that never had a gradient has none
-            packed["state"][index] = state
+            packed["state"][index] = own_state(optimizer, parameter, state)
     optimizer.load_state_dict(packed)
 
 

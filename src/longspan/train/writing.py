@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from longspan.agreement import Agreement
 from longspan.once import is_first
+from longspan.optim.low_bit import unpacked
 
 
 class Writing:
@@ -103,4 +104,4 @@ class _Planner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return a tensor that is to be written."""
         copy = self._copies.pop(write_item.index, None)  # each is asked for once, and then gone
-        return super().resolve_data(write_item) if copy is None else copy
+        return unpacked(super().resolve_data(write_item)) if copy is None else copy
