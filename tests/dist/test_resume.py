@@ -32,10 +32,12 @@ pytestmark = pytest.mark.dist
 
 LORA = {"kind": "lora", "rank": 3, "dropout": 0.3}
 
-BITS = {"optimizer": {"kind": "adamw8bit", "lr": 3e-3, "weight_decay": 0.1}}
-"""Of what two processes hold of the model below, some states are of 8 bits on both, some on one, some on none."""
-
 WIDE = {"hidden_size": 32, "intermediate_size": 385, "num_hidden_layers": 2, "vocab_size": 512}
+BITS: dict[str, Any] = {
+    "optimizer": {"kind": "adamw8bit", "lr": 3e-3, "weight_decay": 0.1},
+    "model": {"name": "tiny-llama", "init": "random", "overrides": WIDE},
+}
+"""Where two processes divide the model, some states are of 8 bits on both, some on one, some on none."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
@@ -44,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fsdp2 lora": {"adapter": LORA},
     "ddp lora ring": {"engine": "ddp", "adapter": LORA, "ring_degree": 2},
     "fsdp2 host": {"optimizer": {"kind": "adamw-host", "lr": 3e-3}},
-    "fsdp2 8 bits": BITS | {"model": {"name": "tiny-llama", "init": "random", "overrides": WIDE}},
+    "fsdp2 8 bits": BITS,
     "ddp 8 bits": BITS | {"engine": "ddp"},
     "fsdp2 streamed": {"memory": {"keep": "x", "tile_tokens": 7}, "adapter": LORA},
     "zero-1": {"engine": "zero-1"},
