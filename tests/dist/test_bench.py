@@ -401,7 +401,7 @@ def test_a_run_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
         ("step --seq-len 9,x", "--seq-len x is not a size"),
         ("step --profile", "--profile looks at what a GPU does"),
         ("step --memory 8/x", "A memory setting is TILE/KEEP/COMPILE"),
-        ("step --host-memory 8GB", "64GiB or a number of bytes"),
+        ("step --host-memory 8", "--host-memory 8 is 8 bytes"),
         ("step --engine zero3", "--engine must be auto, single, fsdp2, zero-1"),
         ("exchange --sp 1", "nothing to exchange between 1 process"),
         ("exchange --sp 2 --heads 4:2", "--heads is three numbers"),

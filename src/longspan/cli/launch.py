@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from longspan.agreement import Agreement
 from longspan.cli import failures
 from longspan.cli.rendezvous import run_name, shared_store
+from longspan.cli.stopping import hear, passing_on, was_told
 from longspan.config import RunConfig
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, LongspanError, TrainingError
@@ -122,17 +124,18 @@ def _launch(job: Job, processes: int) -> int | None:
         max_restarts=0,
         monitor_interval=0.2,
         start_method="spawn" if torch.cuda.device_count() else "forkserver",
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
     multiprocessing.set_forkserver_preload(_PRELOADED)
     logging.disable(logging.CRITICAL)  # the launcher's account of a failure; ours is printed instead
     try:
-        elastic_launch(launch, _process)(job)
+        with passing_on(Path(job.errors)):
+            elastic_launch(launch, _process)(job)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         raise failures.first(Path(job.errors)) or _silent(job, rank, failure.exitcode) from None
     except SignalException as stopped:
-        if not _stopped(job).exists():
-            raise TrainingError(f"Stopped by {stopped.sigval.name}; its processes have ended.") from None
+        raise TrainingError(f"Stopped by {stopped.sigval.name}; its processes have ended.") from None
     finally:
         logging.disable(logging.NOTSET)
     return int(_stopped(job).read_text(encoding="ascii")) if _stopped(job).exists() else None
@@ -166,6 +169,8 @@ def _began(folder: Path) -> list[str]:
 
 def _silent(job: Job, rank: int, code: int) -> TrainingError:
     """Return the error of a process that left none: its watchdog ended it, or somebody else."""
+    if code == -signal.SIGTERM and was_told(Path(job.errors)):
+        return TrainingError("Stopped by SIGTERM before there was a step to save; its processes have ended.")
     report = report_file(Path(RunConfig.model_validate_json(job.config).output_dir), rank)
     if report.exists():
         return TrainingError(f"{report.read_text(encoding='utf-8').splitlines()[0]} Its stacks are in {report}.")
@@ -178,6 +183,7 @@ def _stopped(job: Job) -> Path:
 
 
 def _process(job: Job) -> None:
+    hear(Path(job.errors))
     try:
         config = RunConfig.model_validate_json(job.config)
         stream = sys.stderr if job.to_stderr else sys.stdout

@@ -1,0 +1,59 @@
+"""SIGTERM to one process reaches those that it has started, and those that are still starting."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from longspan.cli.stopping import passing_on, was_told
+
+LISTEN = """
+import signal, sys, time
+from pathlib import Path
+from longspan.cli.stopping import hear
+
+def end(*_):
+    print("told", flush=True)
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, end)
+hear(Path(sys.argv[1]))
+print("hears", flush=True)
+time.sleep(30)
+"""
+
+
+def listener(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", LISTEN, str(folder)], stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_are_told_now_and_later(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with passing_on(tmp_path):
+        first, gone = listener(tmp_path), listener(tmp_path)
+        for process in (first, gone):
+            assert process.stdout is not None and process.stdout.readline() == "hears\n"
+        gone.kill()
+        gone.wait()
+        assert first.poll() is None and not was_told(tmp_path)
+        signal.raise_signal(signal.SIGTERM)  # to this process, which goes on
+        assert was_told(tmp_path)
+        assert first.communicate(timeout=10) == ("told\n", None) and first.returncode == 3
+        assert listener(tmp_path).communicate(timeout=10) == ("told\n", None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_only_the_main_thread_hears(tmp_path: Path) -> None:
+    said: list[bool] = []
+
+    def elsewhere() -> None:
+        with passing_on(tmp_path):
+            said.append(True)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert said == [True]
