@@ -22,7 +22,17 @@ from typing import Any
 SIZE = 4
 """Processes of the pool; a case runs on the first `world` of them."""
 
-_PRELOADED = ["torch", "torch.distributed.tensor", "torch.fx", "transformers", "transformers.modeling_utils"]
+MOST_CASES = 100
+"""Then new processes take their place: old ones hold more and more objects, and some cases look at all of them."""
+
+_PRELOADED = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.fx",
+    "transformers",
+    "transformers.modeling_utils",
+    "longspan.train.loop",
+]
 
 RunRanks = Callable[..., list[Any]]
 
@@ -46,7 +56,7 @@ class Pool:
         self.timeout_s, self.grace_s = timeout_s, grace_s
         self._folder = tempfile.TemporaryDirectory(prefix="longspan-pool-")
         self._workers: list[tuple[Any, Connection]] = []
-        self._stores = 0
+        self._stores = self._cases = 0
         self._world = 0
 
     def run(
@@ -60,8 +70,11 @@ class Pool:
         Raises:
             RankError: it raised on some rank, or did not end in time.
         """
+        if self._cases >= MOST_CASES:
+            self._kill()
         if not self._workers:
             self._start()
+        self._cases += 1
         if world != self._world:
             self._world, self._stores = world, self._stores + 1
         store = str(Path(self._folder.name) / f"store{self._stores}")
@@ -81,7 +94,12 @@ class Pool:
             pipe.close()
             process.join(timeout=1)
             process.kill()
-        self._workers, self._world = [], 0
+        self._workers, self._world, self._cases = [], 0, 0
+
+    def _kill(self) -> None:
+        for process, _ in self._workers:
+            process.kill()
+        self.close()
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
@@ -110,9 +128,7 @@ class Pool:
             missing = [rank for rank in range(world) if rank not in answers]
             for rank, stack in zip(missing, self._stacks(missing), strict=True):
                 answers[rank] = _Failure(f"still running when the others had failed or the time was up:\n{stack}", True)
-            for process, _ in self._workers:
-                process.kill()
-            self.close()
+            self._kill()
         return [answers[rank] for rank in range(world)]
 
     def _stacks(self, ranks: list[int]) -> list[str]:

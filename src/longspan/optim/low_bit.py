@@ -47,7 +47,7 @@ def is_packed(state: Tensor) -> bool:
     return type(state).__name__ == "OptimState8bit"
 
 
-def unpacked(state: Tensor) -> Tensor:
+def unpacked(state: Any) -> Any:
     """Return the numbers that a state stands for, float32 where it is packed."""
     return state.dequantize() if is_packed(state) else state
 
