@@ -6,9 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
-from longspan.cli.stopping import passing_on, was_told
+import psutil
+import pytest
+
+from longspan.cli.stopping import passing_on, raising, was_told
+from longspan.errors import TrainingError
 
 LISTEN = """
 import signal, sys, time
@@ -43,6 +48,29 @@ def test_processes_are_told_now_and_later(tmp_path: Path) -> None:
         assert was_told(tmp_path)
         assert first.communicate(timeout=10) == ("told\n", None) and first.returncode == 3
         assert listener(tmp_path).communicate(timeout=10) == ("told\n", None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_command_ends_what_it_has_started(tmp_path: Path) -> None:
+    """Its processes would go on for as long as their work takes, on the GPUs that they hold."""
+    command = [sys.executable, "-m", "longspan", "bench", "step", "--model", "tiny-llama", "--seq-len", "128"]
+    command += ["--steps", "99999", "--sp", "2", "--memory", "16/x+O/-", "--device", "cpu", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    parent = psutil.Process(process.pid)
+    deadline = time.monotonic() + 60
+    while len(started := parent.children(recursive=True)) < 3:  # the one that they are forked from, too
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1 and err.splitlines()[-1] == "Error: Stopped by SIGTERM; its processes have ended."
+    assert not psutil.wait_procs(started, timeout=10)[1]
+
+
+def test_raising_is_over_with_its_block() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(TrainingError, match="Stopped by SIGTERM"), raising():
+        signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 

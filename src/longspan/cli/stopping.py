@@ -1,14 +1,16 @@
-"""SIGTERM to the process that has started others: they stop as if each had been told, and it waits for them."""
+"""SIGTERM to a process that has started others, which would go on without it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+
+from longspan.errors import TrainingError
 
 _TOLD = "told"
 
@@ -30,10 +32,31 @@ def passing_on(folder: Path) -> Iterator[None]:
             with suppress(ProcessLookupError):
                 os.kill(int(file.stem), signal.SIGTERM)
 
+    with _handled_by(pass_on):
+        yield
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Raise where SIGTERM comes, so that what was started is ended in order.
+
+    Raises:
+        TrainingError: it came.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TrainingError("Stopped by SIGTERM; its processes have ended.")
+
+    with _handled_by(stop):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # which alone hears signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, pass_on)
+    before = signal.signal(signal.SIGTERM, handler)
     try:
         yield
     finally:
