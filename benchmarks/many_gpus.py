@@ -1,7 +1,9 @@
 """Runs for four and eight GPUs, each within ten minutes, predictions beside measurements.
 
     python benchmarks/many_gpus.py correct 8     # layers of the 8B shape in bfloat16, by heads, rings and both
-    python benchmarks/many_gpus.py steps 8       # seconds per step at 131,072 and 524,288 tokens, and others'
+    python benchmarks/many_gpus.py steps 8       # seconds per step at 131,072 and 524,288 tokens, as the plan decides
+    python benchmarks/many_gpus.py heads 8       # the same with heads alone; ring, both: with a ring, and with both
+    python benchmarks/many_gpus.py others 8      # others' at 131,072 tokens; others_long: at 524,288
     python benchmarks/many_gpus.py attention 8   # attention alone, dense and packed, 64:8 heads of 128
     python benchmarks/many_gpus.py million 8     # Qwen3-8B at 1,048,576 tokens
     python benchmarks/many_gpus.py longest 8     # the longest row of the 8B shape that fits the GPUs and this host
@@ -19,6 +21,9 @@ from collections.abc import Iterator, Sequence
 
 LIMIT_S = 560
 """Of a run, all its commands together."""
+
+LENGTHS = {False: (131_072, 524_288), True: (512, 1024)}
+"""Tokens of the rows that are timed, in full and in small."""
 
 Command = list[str]
 
@@ -41,25 +46,51 @@ def correct(gpus: int, small: bool) -> Iterator[Command]:
 
 
 def steps(gpus: int, small: bool) -> Iterator[Command]:
-    """Time steps as the plan decides, then with heads alone, a ring alone and both, then others on the same work."""
-    lengths = "512,1024" if small else "131072,524288"
-    work = ["bench", "step", "--model", "tiny-llama" if small else "llama-8b", "--seq-len", lengths, "--steps", "1"]
-    yield [*work, "--sp", str(gpus), *([] if small else ["--peers", "--liger"])]
-    for pair in degrees(gpus):
-        if pair[0] in (1, gpus) or pair[0] == pair[1] or pair[0] == 2 * pair[1]:
-            yield [*work, *divided(*pair)]
+    """Time steps as the plan decides."""
+    yield [*work(small), "--sp", str(gpus)]
+
+
+def heads(gpus: int, small: bool) -> Iterator[Command]:
+    """Time the same steps where heads alone are exchanged."""
+    yield [*work(small), *divided(gpus, 1)]
+
+
+def ring(gpus: int, small: bool) -> Iterator[Command]:
+    """Time the same steps on a ring alone."""
+    yield [*work(small), *divided(1, gpus)]
+
+
+def both(gpus: int, small: bool) -> Iterator[Command]:
+    """Time the same steps with both: as many heads exchanged as leave a ring of two or more."""
+    yield [*work(small), *divided(*max(degrees(gpus), key=lambda pair: (1 not in pair, pair[0])))]
+
+
+def others(gpus: int, small: bool) -> Iterator[Command]:
+    """Time others on the shorter rows, after longspan on the same machine."""
+    yield [*work(small, LENGTHS[small][:1]), "--sp", str(gpus), *([] if small else ["--peers", "--liger"])]
+
+
+def others_long(gpus: int, small: bool) -> Iterator[Command]:
+    """Time others on the longer rows."""
+    yield [*work(small, LENGTHS[small][1:]), "--sp", str(gpus), *([] if small else ["--peers", "--liger"])]
+
+
+def work(small: bool, lengths: Sequence[int] | None = None) -> Command:
+    """Return the command that times steps of lengths, all of them by default."""
+    tokens = ",".join(str(length) for length in lengths or LENGTHS[small])
+    return ["bench", "step", "--model", "tiny-llama" if small else "llama-8b", "--seq-len", tokens, "--steps", "1"]
 
 
 def attention(gpus: int, small: bool) -> Iterator[Command]:
     """Time attention over all GPUs against the kernel alone."""
-    heads, tokens = ("8:8:16", "2K") if small else ("64:8:128", "128K")
+    shape, tokens = ("8:8:16", "2K") if small else ("64:8:128", "128K")
     yield [
         "bench",
         "attention",
         "--sp",
         str(gpus),
         "--heads",
-        heads,
+        shape,
         "--seq-len",
         tokens,
         "--times",
@@ -79,7 +110,9 @@ def longest(gpus: int, small: bool) -> Iterator[Command]:
     yield ["bench", "fit", "--model", model, "--sp", str(gpus), "--seq-len", tokens, *([] if small else ["--search"])]
 
 
-RUNS = {run.__name__: run for run in (correct, steps, attention, million, longest)}
+RUNS = {
+    run.__name__: run for run in (correct, steps, heads, ring, both, others, others_long, attention, million, longest)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

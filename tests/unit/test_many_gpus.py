@@ -40,3 +40,6 @@ def test_degrees_are_all_there_are(script: Any) -> None:
     assert list(script.degrees(8)) == [(8, 1), (4, 2), (2, 4), (1, 8)]
     asked = [" ".join(words) for words in script.correct(8, False)]
     assert any("--sp 3 " in words for words in asked) and any("--sp 6 " in words for words in asked)
+    for gpus, pair in ((2, (2, 1)), (4, (2, 2)), (8, (4, 2))):
+        (words,) = script.both(gpus, False)
+        assert words[-4:] == ["--ulysses", str(pair[0]), "--ring", str(pair[1])]
