@@ -61,7 +61,7 @@ def ring(gpus: int, small: bool) -> Iterator[Command]:
 
 
 def both(gpus: int, small: bool) -> Iterator[Command]:
-    """Time the same steps with both: as many heads exchanged as leave a ring of two or more."""
+    """Time the same steps with both: as many heads exchanged as leave a ring of two or more, where any do."""
     yield [*work(small), *divided(*max(degrees(gpus), key=lambda pair: (1 not in pair, pair[0])))]
 
 

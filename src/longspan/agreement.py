@@ -98,6 +98,11 @@ def refuse_together(error: Exception | None, axis: Axis) -> NoReturn:
     raise BatchError(f"Data rank {rank} (process {axis.ranks[rank]}) cannot use its batch: {said}")
 
 
+def partner_refuses(refuses: bool) -> BatchError | None:
+    """Return the error of a rank, one of whose partners in a sequence cannot use the batch that they share."""
+    return BatchError("Another rank of this sequence cannot use its batch; its error says why.") if refuses else None
+
+
 def _outcomes(act: Callable[[], Any]) -> tuple[Exception | None, list[_Told]]:
     """Let every process act -> this one's error, and what all say."""
     error: Exception | None = None

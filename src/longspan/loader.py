@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.agreement import refuse_together
+from longspan.agreement import partner_refuses, refuse_together
 from longspan.batch import CONTEXT
 from longspan.errors import BatchError
 from longspan.mesh import Axis, Mesh
@@ -101,12 +101,12 @@ class ShardedLoader:
     def _cut(self, group: list[Mapping[str, Any]]) -> tuple[list[Part], int | Tensor]:
         """Return the parts of a group and the targets of the step; if one data rank cannot, all ranks raise."""
         parts: list[Part] = []
-        problem: Exception | None = self._difference(group)
-        if problem is None:
-            try:
-                parts = [self.shard(batch) for batch in group]
-            except Exception as error:  # whatever it is, the other data ranks would wait
-                problem = error
+        problem: Exception | None = None
+        try:
+            parts = [self.shard(batch) for batch in group]
+        except Exception as error:  # whatever it is, the other ranks would wait
+            problem = error
+        problem = self._shared(group, problem)
         counts = torch.tensor([0, int(problem is not None)], device=self.mesh.device_type)
         for part in parts:
             counts[0] += part[CONTEXT].targets
@@ -115,13 +115,13 @@ class ShardedLoader:
             refuse_together(problem, self.mesh.data)
         return parts, total if total.is_cuda else int(total)
 
-    def _difference(self, group: list[Mapping[str, Any]]) -> BatchError | None:
-        """Return an error on all ranks of a sequence-parallel group if they read different batches."""
+    def _shared(self, group: list[Mapping[str, Any]], problem: Exception | None) -> Exception | None:
+        """Return an error on all ranks of a sequence if they read different batches or one of them has a problem."""
         digest = int.from_bytes(_digest(group)[:7], "big")
-        pair = torch.tensor([digest, -digest], device=self.mesh.device_type)
-        low = _reduce(pair, self.mesh.sequence, dist.ReduceOp.MIN)
-        if int(low[0]) == -int(low[1]):
-            return None
+        seen = torch.tensor([digest, -digest, -int(problem is not None)], device=self.mesh.device_type)
+        low = _reduce(seen, self.mesh.sequence, dist.ReduceOp.MIN).tolist()
+        if low[0] == -low[1]:
+            return problem or partner_refuses(bool(low[2]))
         return BatchError(
             f"The {self.mesh.sequence.size} sequence-parallel ranks read different batches (batch {self.consumed}). "
             "Give them the same data order: seed the sampler alike, and let a DistributedSampler count data-parallel "

@@ -92,12 +92,12 @@ def test_a_batch_that_one_data_rank_cannot_shard_stops_all(run_ranks: RunRanks) 
         assert each == f"Data rank 0 (process {process}) cannot use its batch: {told[0]}"
 
 
-def foreign() -> str:
-    """Let one data rank fail with what is no error of longspan's own."""
+def foreign(alone: bool) -> str:
+    """Let one data rank, or one process of it alone, fail with what is no error of longspan's own."""
     axes, batch = mesh(), {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
 
     def shard(batch: dict[str, Any]) -> dict[str, Any]:
-        if axes.data.rank == 1:
+        if axes.data.rank == 1 and not (alone and axes.sequence.rank):
             raise KeyError("pixels")
         return shard_batch(batch, axes)
 
@@ -107,6 +107,9 @@ def foreign() -> str:
 
 
 def test_any_error_of_one_data_rank_stops_all(run_ranks: RunRanks) -> None:
-    told = run_ranks(4, foreign, timeout_s=20)
+    told = run_ranks(4, foreign, False, timeout_s=20)
     assert told[2:] == ["KeyError: 'pixels'"] * 2
     assert all("cannot use its batch: KeyError: 'pixels'" in each for each in told[:2])
+    first, second, failed, partner = run_ranks(4, foreign, True, timeout_s=20)
+    assert failed == "KeyError: 'pixels'" and "KeyError: 'pixels'" in first
+    assert partner.startswith("BatchError: Another rank of this sequence cannot use its batch") and "Another" in second

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from longspan.config import RunConfig
 from longspan.errors import ConfigError, TrainingError
+from longspan.optim.host import local
+from longspan.optim.low_bit import is_packed
 from longspan.train import state, writing
 from longspan.train.checkpoints import Checkpoints
 from longspan.train.writing import Writing
@@ -89,19 +92,28 @@ def test_one_process_goes_on(tmp_path: Path) -> None:
         assert result(cut) == result(whole)
 
 
-def kinds_of_states() -> dict[str, list[bool]]:
-    """Return which states of the model of "fsdp2 8 bits" would be of 8 bits on the processes of two."""
-    shapes = {"embed": (512, 32), "gate": (385, 32), "down": (32, 385), "query": (32, 32)}
-    locals_ = {name: [-(-rows // 2) * columns, rows // 2 * columns] for name, (rows, columns) in shapes.items()}
-    return {name: [count >= 4096 and count % 256 == 0 for count in counts] for name, counts in locals_.items()}
+def run_with_kinds(config: RunConfig) -> dict[str, bool]:
+    """Train; return which of some parameters' states were of 8 bits where this process wrote them."""
+    kinds: dict[str, bool] = {}
+    plain = state.saved_state
+
+    def saved(found: Any) -> Any:
+        value = found["exp_avg"]
+        kinds[str(list(value.shape))] = is_packed(local(value))
+        return plain(found)
+
+    with patch.object(state, "saved_state", saved):
+        run(config)
+    return kinds
 
 
 def test_a_run_with_8_bit_states_goes_on_on_other_processes(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Blocks are cut anew, so values are rounded once more: near what the run would have come to, and not the same."""
     pytest.importorskip("torchao")
-    assert kinds_of_states() == {"embed": [True] * 2, "gate": [False, True], "down": [False] * 2, "query": [False] * 2}
     changes, whole, cut = KINDS["fsdp2 8 bits"], str(tmp_path / "whole"), str(tmp_path / "cut")
-    run_ranks(2, run, config_of(whole, **changes))
+    first, second = run_ranks(2, run_with_kinds, config_of(whole, **changes))
+    kinds = {shape: (first[shape], second[shape]) for shape in ("[512, 32]", "[385, 32]", "[32, 385]")}
+    assert kinds == {"[512, 32]": (True, True), "[385, 32]": (False, True), "[32, 385]": (False, False)}
     run_ranks(2, run, config_of(cut, **changes), 4)
     expected = result(whole)[0]
     for name, (world, more) in {
@@ -330,7 +342,7 @@ def started(folder: Path, *more: str) -> subprocess.Popen[str]:
     values = {"model": model, "data": data, "sequence_length": 64, "output_dir": str(folder / "out")}
     file.write_text(yaml.safe_dump({**values, "sequence_parallel_size": 2}))
     command = [sys.executable, "-m", "longspan", "train", str(file), "--nproc", "2", *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 @pytest.mark.slow
@@ -341,7 +353,7 @@ def test_sigterm_to_the_command(tmp_path: Path) -> None:
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.2)
-    process.terminate()
+    os.killpg(process.pid, signal.SIGTERM)  # and so to all of them, as schedulers do
     out, err = process.communicate(timeout=20)  # torch's launcher would wait for 30 s
     assert process.returncode == 0, (out, err)
     steps = metrics.read_text().count("\n")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from longspan.cli import failures, launch
 from longspan.config import RunConfig, parse_config
@@ -78,12 +79,32 @@ def task_on(gpus: int, memory_gib: int) -> Any:
     return task_for(model_shape("llama-1b"), cluster, "ddp", "adamw")
 
 
-def test_a_process_that_sigterm_ended_is_told_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("told", "code", "saved", "said"),
+    [
+        (False, -15, False, "ended with exit code -15 and said nothing; was it killed?"),
+        (True, -9, False, "ended with exit code -9 and said nothing; was it killed?"),
+        (True, -15, False, "Stopped by SIGTERM before there was a step to save"),
+        (True, -15, True, ""),
+    ],
+)
+def test_processes_that_sigterm_ended_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool, code: int, saved: bool, said: str
+) -> None:
     job = launch.Job(config_of(str(tmp_path / "out")).model_dump_json(), "", str(tmp_path), False, "")
-    assert "was it killed?" in str(launch._silent(job, 0, -15))
-    (tmp_path / "told").touch()
-    assert str(launch._silent(job, 0, -15)).startswith("Stopped by SIGTERM before there was a step to save")
-    assert "was it killed?" in str(launch._silent(job, 0, -9))
+    for name, there in (("told", told), ("stopped", saved)):
+        if there:
+            (tmp_path / name).write_text("7")
+
+    def fail(job: Any) -> None:
+        raise ChildFailedError("longspan", {1: ProcessFailure(1, 1, code, "")})
+
+    monkeypatch.setattr(launch, "elastic_launch", lambda config, entry: fail)
+    if said:
+        with pytest.raises(TrainingError, match=said):
+            launch._launch(job, 2)
+    else:
+        assert launch._launch(job, 2) == 7
 
 
 def test_ways_out_are_planned_to_fit() -> None:
@@ -96,6 +117,8 @@ def test_ways_out_are_planned_to_fit() -> None:
     names = [way.text for way in ways]
     assert "optimizer.kind: adamw-host" in names
     assert ("optimizer.kind: adamw8bit" in names) == (find_spec("torchao") is not None)
+    again = [way.text for way in shortage._ways(config.model_copy(update={"resume": True}), task)]
+    assert not any("optimizer" in text for text in again), "a checkpoint is of one optimizer"
     assert all(way.token_s > 0 for way in ways)
     assert shortage._fewer(config, task) <= tokens * 3 // 4
 

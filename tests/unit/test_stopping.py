@@ -7,24 +7,23 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 
-from longspan.cli.stopping import passing_on, raising, was_told
-from longspan.errors import TrainingError
+from longspan.bench.peers import finished
+from longspan.cli.stopping import leaving, passing_on, was_told
 
 LISTEN = """
 import signal, sys, time
 from pathlib import Path
 from longspan.cli.stopping import hear
 
-def end(*_):
-    print("told", flush=True)
-    sys.exit(3)
-
-signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as what it is forked from has it
 hear(Path(sys.argv[1]))
 print("hears", flush=True)
 time.sleep(30)
@@ -46,14 +45,13 @@ def test_processes_are_told_now_and_later(tmp_path: Path) -> None:
         assert first.poll() is None and not was_told(tmp_path)
         signal.raise_signal(signal.SIGTERM)  # to this process, which goes on
         assert was_told(tmp_path)
-        assert first.communicate(timeout=10) == ("told\n", None) and first.returncode == 3
-        assert listener(tmp_path).communicate(timeout=10) == ("told\n", None)
+        assert first.wait(timeout=10) == listener(tmp_path).wait(timeout=10) == -signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_command_ends_what_it_has_started(tmp_path: Path) -> None:
     """Its processes would go on for as long as their work takes, on the GPUs that they hold."""
-    command = [sys.executable, "-m", "longspan", "bench", "step", "--model", "tiny-llama", "--seq-len", "128"]
+    command = [sys.executable, "-m", "longspan", "bench", "all", "--model", "tiny-llama", "--seq-len", "128"]
     command += ["--steps", "99999", "--sp", "2", "--memory", "16/x+O/-", "--device", "cpu", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     parent = psutil.Process(process.pid)
@@ -67,11 +65,32 @@ def test_a_command_ends_what_it_has_started(tmp_path: Path) -> None:
     assert not psutil.wait_procs(started, timeout=10)[1]
 
 
-def test_raising_is_over_with_its_block() -> None:
+def test_leaving_is_over_with_its_block() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(TrainingError, match="Stopped by SIGTERM"), raising():
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(SystemExit, match="Stopped by SIGTERM"))
+        stack.enter_context(leaving())
+        stack.callback(signal.raise_signal, signal.SIGTERM)  # cuts nothing off
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_peer_is_ended_too() -> None:
+    """With what it has started, whatever cuts the wait for it off."""
+    words = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '50'])"]
+    me = psutil.Process()
+
+    def when_both_run() -> Any:
+        while len(me.children(recursive=True)) < 2:
+            time.sleep(0.05)
+        started.extend(me.children(recursive=True))
+        raise SystemExit
+
+    started: list[psutil.Process] = []
+    waits = patch.object(subprocess.Popen, "communicate", lambda *args, **kwargs: when_both_run())
+    with waits, pytest.raises(SystemExit):
+        finished(words, None)
+    assert len(started) >= 2 and not psutil.wait_procs(started, timeout=10)[1]
 
 
 def test_only_the_main_thread_hears(tmp_path: Path) -> None:

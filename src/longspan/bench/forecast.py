@@ -15,13 +15,16 @@ def outcomes(forecast: Content, files: Iterable[Content]) -> list[list[str]]:
 
     Args:
         forecast: content of `predictions.json`.
-        files: contents of result files, the newest last; those of the day of the forecast or earlier do not count.
+        files: contents of result files, the newest last; those of the day of the forecast or earlier do not count, nor
+            those of degrees or engines that nothing was told of.
     """
     found: dict[tuple[Any, ...], Content] = {}
     for content in files:
         if content.get("what") != "step" or content["gpu"] != forecast["gpu"] or content["date"] <= forecast["date"]:
             continue
         work = content["asked"]["work"]
+        if work.get("ulysses") or work.get("ring") or work.get("engine", "").startswith("zero"):
+            continue
         rank = (work.get("adapter") or {}).get("rank")
         for row in content["rows"] if work["layers"] is None else ():
             if row.get("memory") == AUTO and row["state"] == "done":

@@ -77,6 +77,9 @@ def finished(words: Sequence[str], limit_s: float | None) -> tuple[str, int | No
     except subprocess.TimeoutExpired:
         _end(process.pid)
         return process.communicate()[0], None
+    except BaseException:
+        _end(process.pid)
+        raise
 
 
 def _end(pid: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def rendered(text: str, results: Path) -> str:
 def tables(results: Path) -> str:
     """Return the newest value of each figure, every comparison with others, and what came of the predictions beside the
     folder, from a folder of result files."""
-    files = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*.json"))]
+    paths = sorted(results.glob("*.json"), key=_age)
+    files = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     parts = [_figures(files)]
     told = results.parent / "predictions.json"
     if told.exists():
@@ -119,3 +121,9 @@ def _aligned(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
         for line in (titles, rule, *lines)
     )
+
+
+def _age(path: Path) -> tuple[str, int]:
+    """Return what sorts result files by day, and those of one day by their numbers."""
+    found = re.search(r"(\d{4}-\d\d-\d\d)(?:_(\d+))?$", path.stem)
+    return (found[1], int(found[2] or 1)) if found else ("", 0)

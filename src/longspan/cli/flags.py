@@ -37,10 +37,13 @@ def amount(flag: str, text: str) -> int:
     """Read a flag's amount of memory: 64GiB, 1.9TB, or a number of bytes.
 
     Raises:
-        ConfigError: it is none, or less than any machine has, such as 80 for 80 GiB.
+        ConfigError: it is none, or less than any machine has but not 0, such as 80 for 80 GiB.
     """
-    found = parse_bytes(text)
-    if found < 1 << 20:
+    try:
+        found = parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    if 0 < found < 1 << 20:
         raise ConfigError(
             f"{flag} {text} is {found:,} bytes, which is less than 1 MiB: write it with a unit, as 64GiB."
         )

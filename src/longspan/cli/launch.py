@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from longspan.agreement import Agreement
 from longspan.cli import failures
 from longspan.cli.rendezvous import run_name, shared_store
-from longspan.cli.stopping import hear, passing_on, was_told
+from longspan.cli.stopping import deaf_forkserver, hear, passing_on, was_told
 from longspan.config import RunConfig
 from longspan.engines import build_engine
 from longspan.errors import ConfigError, LongspanError, TrainingError
@@ -127,13 +127,19 @@ def _launch(job: Job, processes: int) -> int | None:
         signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
     multiprocessing.set_forkserver_preload(_PRELOADED)
+    if launch.start_method == "forkserver":
+        deaf_forkserver()
     logging.disable(logging.CRITICAL)  # the launcher's account of a failure; ours is printed instead
     try:
         with passing_on(Path(job.errors)):
             elastic_launch(launch, _process)(job)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        raise failures.first(Path(job.errors)) or _silent(job, rank, failure.exitcode) from None
+        if failure.exitcode != -signal.SIGTERM or not was_told(Path(job.errors)):
+            raise failures.first(Path(job.errors)) or _silent(job, rank, failure.exitcode) from None
+        if not _stopped(job).exists():  # else it was told again when it had saved
+            said = "Stopped by SIGTERM before there was a step to save; its processes have ended."
+            raise TrainingError(said) from None
     except SignalException as stopped:
         raise TrainingError(f"Stopped by {stopped.sigval.name}; its processes have ended.") from None
     finally:
@@ -169,8 +175,6 @@ def _began(folder: Path) -> list[str]:
 
 def _silent(job: Job, rank: int, code: int) -> TrainingError:
     """Return the error of a process that left none: its watchdog ended it, or somebody else."""
-    if code == -signal.SIGTERM and was_told(Path(job.errors)):
-        return TrainingError("Stopped by SIGTERM before there was a step to save; its processes have ended.")
     report = report_file(Path(RunConfig.model_validate_json(job.config).output_dir), rank)
     if report.exists():
         return TrainingError(f"{report.read_text(encoding='utf-8').splitlines()[0]} Its stacks are in {report}.")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.cli import failures
-from longspan.cli.stopping import raising
+from longspan.cli.stopping import leaving
 from longspan.errors import ConfigError, TopologyError, TrainingError
 from longspan.versions import check_versions
 
@@ -62,14 +62,14 @@ def start(job: Job, limit_s: float | None = None) -> dict[str, Any]:
         limit_s: processes that take longer are ended.
 
     Raises:
-        LongspanError: the first error of a process, of the same kind; TrainingError for the limit, and for SIGTERM.
+        LongspanError: the first error of a process, of the same kind; TrainingError for the limit.
     """
     check_versions()  # here, as all that follows imports integrations where nobody hears its errors
     forks = "forkserver" in mp.get_all_start_methods() and not has_gpu()
     context: Any = mp.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(["longspan.cli", *job.modules])  # the first keeps other libraries quiet
-    with tempfile.TemporaryDirectory(prefix="longspan-") as folder, raising():
+    with tempfile.TemporaryDirectory(prefix="longspan-") as folder, leaving():
         ranks = [
             context.Process(target=_process, args=(job, rank, folder), daemon=True) for rank in range(job.processes)
         ]

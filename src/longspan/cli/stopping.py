@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
-
-from longspan.errors import TrainingError
+from typing import Any
 
 _TOLD = "told"
 
@@ -37,22 +37,23 @@ def passing_on(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def raising() -> Iterator[None]:
-    """Raise where SIGTERM comes, so that what was started is ended in order.
+def leaving() -> Iterator[None]:
+    """Leave the program where SIGTERM comes, so that what was started is ended in order; a second one cuts nothing off.
 
     Raises:
-        TrainingError: it came.
+        SystemExit: it came.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TrainingError("Stopped by SIGTERM; its processes have ended.")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit("Error: Stopped by SIGTERM; its processes have ended.")
 
     with _handled_by(stop):
         yield
 
 
 @contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _handled_by(handler: Any) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # which alone hears signals
         yield
         return
@@ -63,8 +64,18 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
         signal.signal(signal.SIGTERM, before)
 
 
+def deaf_forkserver() -> None:
+    """Start the process that others are forked from, so that SIGTERM to all of a group does not end it.
+
+    With it the launcher would lose sight of its processes. They are deaf too, until they call `hear`.
+    """
+    with _handled_by(signal.SIG_IGN):
+        forkserver.ensure_running()
+
+
 def hear(folder: Path) -> None:
     """Be told of SIGTERM from now on, and of one that has come."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     (folder / f"{os.getpid()}.pid").touch()
     if was_told(folder):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -82,7 +82,7 @@ def _runs(config: PretrainedConfig) -> bool:
         model = untrained_model(config, 0, torch.float32, torch.device("cpu"))
         try:
             model(input_ids=torch.zeros(1, 2, dtype=torch.long))
-        except RuntimeError:
+        except Exception:  # families fail in their own ways
             return False
     return True
 

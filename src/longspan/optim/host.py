@@ -215,8 +215,8 @@ def host_bytes(parameters: Iterable[Tensor]) -> int:
     return sum(3 * local(p).numel() * wide(p.dtype).itemsize for p in parameters)
 
 
-def empty_like(parameter: nn.Parameter) -> Tensor:
-    """Return host memory for a float32 state of a parameter, sharded as it is, for a checkpoint to be read into."""
+def empty_on_host(parameter: nn.Parameter) -> Tensor:
+    """Return host memory for a state of a parameter, sharded as it is, for a checkpoint to be read into."""
     return _like(parameter, _empty(local(parameter)))
 
 

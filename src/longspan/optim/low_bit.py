@@ -47,9 +47,21 @@ def is_packed(state: Tensor) -> bool:
     return type(state).__name__ == "OptimState8bit"
 
 
+@torch.no_grad()
 def unpacked(state: Any) -> Any:
-    """Return the numbers that a state stands for, float32 where it is packed."""
-    return state.dequantize() if is_packed(state) else state
+    """Return the numbers that a state stands for; where it is packed as float32, on the host.
+
+    Cost: temporaries of 16M elements at a time on the device of the state.
+    """
+    if not is_packed(state):
+        return state
+    from torchao.optim.quant_utils import dequant_with_qmap  # pyright: ignore[reportMissingImports]
+
+    blocks = state.codes.view(len(state.scale), -1)
+    values = torch.empty(blocks.shape, dtype=torch.float32)
+    for rows in _pieces(blocks):
+        values[rows] = dequant_with_qmap(blocks[rows], state.qmap, state.scale[rows])
+    return values.view(state.shape)
 
 
 def buffer(optimizer: Any, parameter: nn.Parameter, signed: bool) -> Tensor:
@@ -75,14 +87,20 @@ def fill(state: Any, values: Tensor, scale: Tensor | None) -> None:
 
     blocks = values.reshape(len(state.scale), -1)
     if scale is None:
-        scale = blocks.abs().amax(-1).clip(1e-12)  # as torchao does
-    state.scale.copy_(scale)
-    codes, step = state.codes.view(blocks.shape), max(1, _PIECE_ELEMENTS // blocks.shape[1])
-    for start in range(0, len(blocks), step):
-        rows = slice(start, start + step)
+        for rows in _pieces(blocks):
+            state.scale[rows] = blocks[rows].to(state.device).abs().amax(-1).clip(1e-12)  # as torchao does
+    else:
+        state.scale.copy_(scale)
+    codes = state.codes.view(blocks.shape)
+    for rows in _pieces(blocks):
         divisor = state.scale[rows, None]
         share = blocks[rows].to(state.device) / divisor.where(divisor != 0, 1)
         codes[rows] = quantize_8bit_with_qmap(share, state.qmap)
+
+
+def _pieces(blocks: Tensor) -> Iterator[slice]:
+    step = max(1, _PIECE_ELEMENTS // blocks.shape[1])
+    return (slice(start, start + step) for start in range(0, len(blocks), step))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.optim import low_bit
-from longspan.optim.host import HostAdamW, empty_like, local
+from longspan.optim.host import HostAdamW, empty_on_host, local
 
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Of AdamW, and whether they have a sign."""
@@ -35,9 +35,9 @@ def empty_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
     Cost: for 8-bit states, 8 bytes per element in host memory.
     """
     if isinstance(optimizer, HostAdamW):
-        moments = {name: empty_like(parameter) for name in ("master", *_MOMENTS)}
+        moments = {name: empty_on_host(parameter) for name in ("master", *_MOMENTS)}
     elif low_bit.packs(optimizer):
-        moments = {name: empty_like(parameter) for name in _MOMENTS}
+        moments = {name: empty_on_host(parameter) for name in _MOMENTS}
         blocks = local(low_bit.buffer(optimizer, parameter, True))
         if low_bit.is_packed(blocks):
             scale: Any = blocks.scale  # pyright: ignore[reportAttributeAccessIssue]

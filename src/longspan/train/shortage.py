@@ -115,8 +115,8 @@ def _wider(task: Task, tokens: int) -> Iterator[Way]:
 
 
 def _serves(config: RunConfig, kind: str) -> bool:
-    """Whether a run may take another kind of optimizer."""
-    if config.optimizer.kind in (kind, "adamw-host") or config.engine.startswith("zero-"):
+    """Whether a run may take another kind of optimizer; one that goes on from a checkpoint may not."""
+    if config.resume or config.optimizer.kind in (kind, "adamw-host") or config.engine.startswith("zero-"):
         return False
     try:
         check_kind(kind)

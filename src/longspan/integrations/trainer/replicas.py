@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
-from longspan.agreement import refuse_together
+from longspan.agreement import partner_refuses, refuse_together
 from longspan.errors import BatchError
 from longspan.mesh import Mesh
 
@@ -69,9 +69,12 @@ class Replicas:
         """
         sequence = self.mesh.sequence
         if sequence.size > 1:
-            edges = torch.stack([seen, -seen]).to(self.device)
+            failed = torch.full_like(seen, -int(problem is not None))
+            edges = torch.stack([seen, -seen, failed]).to(self.device)
             dist.all_reduce(edges, dist.ReduceOp.MIN, group=sequence.group)
-            if problem is None and int(edges[0]) != -int(edges[1]):
+            low = edges.tolist()
+            problem = problem or partner_refuses(bool(low[2]))
+            if problem is None and low[0] != -low[1]:
                 problem = BatchError(
                     f"The {sequence.size} ranks that share a sequence read different batches. Shuffle by the seed of "
                     "the training arguments alone, and keep random numbers out of the data set and the collator, or "
