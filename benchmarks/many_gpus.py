@@ -40,7 +40,7 @@ def divided(ulysses: int, ring: int) -> Command:
 
 def correct(gpus: int, small: bool) -> Iterator[Command]:
     """Compare with one process, for all degrees of all GPUs, and on three and six with heads that do not divide."""
-    model = ["--model", "tiny-llama"] if small else ["--model", "llama-8b", "--dtype", "bfloat16"]
+    model = ["--model", "tiny-mistral"] if small else ["--model", "llama-8b", "--dtype", "bfloat16"]
     pairs = [*degrees(gpus), *((n, 1) for n in (3, 6) if n < gpus)]
     yield from (["check", *model, *divided(*pair)] for pair in pairs)
 
@@ -78,7 +78,7 @@ def others_long(gpus: int, small: bool) -> Iterator[Command]:
 def work(small: bool, lengths: Sequence[int] | None = None) -> Command:
     """Return the command that times steps of lengths, all of them by default."""
     tokens = ",".join(str(length) for length in lengths or LENGTHS[small])
-    return ["bench", "step", "--model", "tiny-llama" if small else "llama-8b", "--seq-len", tokens, "--steps", "1"]
+    return ["bench", "step", "--model", "tiny-mistral" if small else "llama-8b", "--seq-len", tokens, "--steps", "1"]
 
 
 def attention(gpus: int, small: bool) -> Iterator[Command]:
@@ -106,7 +106,7 @@ def million(gpus: int, small: bool) -> Iterator[Command]:
 
 def longest(gpus: int, small: bool) -> Iterator[Command]:
     """Prove that long rows fit: of a million tokens per GPU first, then longer ones while there is time."""
-    model, tokens = ("tiny-llama", "512") if small else ("llama-8b", f"{gpus}M")
+    model, tokens = ("tiny-mistral", "512") if small else ("llama-8b", f"{gpus}M")
     yield ["bench", "fit", "--model", model, "--sp", str(gpus), "--seq-len", tokens, *([] if small else ["--search"])]
 
 
