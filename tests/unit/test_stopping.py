@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from longspan.bench.peers import finished
-from longspan.cli.stopping import leaving, passing_on, was_told
+from longspan.cli.stopping import Leaving, passing_on, was_told
 
 LISTEN = """
 import signal, sys, time
@@ -49,14 +49,16 @@ def test_processes_are_told_now_and_later(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_command_ends_what_it_has_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [2, 4], ids=["while they start", "at work"])
+def test_a_command_ends_what_it_has_started(tmp_path: Path, processes: int) -> None:
     """Its processes would go on for as long as their work takes, on the GPUs that they hold."""
     command = [sys.executable, "-m", "longspan", "bench", "all", "--model", "tiny-llama", "--seq-len", "128"]
     command += ["--steps", "99999", "--sp", "2", "--memory", "16/x+O/-", "--device", "cpu", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     parent = psutil.Process(process.pid)
     deadline = time.monotonic() + 60
-    while len(started := parent.children(recursive=True)) < 3:  # the one that they are forked from, too
+    # at first one that keeps account, one that others are forked from, and these
+    while len(started := parent.children(recursive=True)) < processes:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     process.terminate()
@@ -69,7 +71,7 @@ def test_leaving_is_over_with_its_block() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(SystemExit, match="Stopped by SIGTERM"))
-        stack.enter_context(leaving())
+        stack.enter_context(Leaving())
         stack.callback(signal.raise_signal, signal.SIGTERM)  # cuts nothing off
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -78,19 +80,28 @@ def test_leaving_is_over_with_its_block() -> None:
 def test_a_peer_is_ended_too() -> None:
     """With what it has started, whatever cuts the wait for it off."""
     words = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '50'])"]
-    me = psutil.Process()
+    started: list[psutil.Process] = []
 
-    def when_both_run() -> Any:
-        while len(me.children(recursive=True)) < 2:
+    def wait_until_both_run(process: subprocess.Popen[str], **options: Any) -> Any:
+        parent = psutil.Process(process.pid)
+        while not (children := parent.children()):
             time.sleep(0.05)
-        started.extend(me.children(recursive=True))
+        started.extend([parent, *children])
         raise SystemExit
 
-    started: list[psutil.Process] = []
-    waits = patch.object(subprocess.Popen, "communicate", lambda *args, **kwargs: when_both_run())
-    with waits, pytest.raises(SystemExit):
+    with patch.object(subprocess.Popen, "communicate", wait_until_both_run), pytest.raises(SystemExit):
         finished(words, None)
-    assert len(started) >= 2 and not psutil.wait_procs(started, timeout=10)[1]
+    assert len(started) == 2 and not psutil.wait_procs(started, timeout=10)[1]
+
+
+def test_leaving_waits_for_what_must_not_be_cut_off() -> None:
+    done: list[int] = []
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(SystemExit, match="Stopped by SIGTERM"))
+        stack.enter_context(stack.enter_context(Leaving()).held())
+        signal.raise_signal(signal.SIGTERM)
+        done.append(1)
+    assert done == [1]
 
 
 def test_only_the_main_thread_hears(tmp_path: Path) -> None:

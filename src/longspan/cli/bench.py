@@ -31,7 +31,7 @@ from longspan.cli.bench_jobs import ExchangeJob, WorkJob
 from longspan.cli.flags import amount, lora, size, with_flags
 from longspan.cli.launchers import launched
 from longspan.cli.ranks import has_gpu, join, start
-from longspan.cli.stopping import leaving
+from longspan.cli.stopping import Leaving
 from longspan.errors import ConfigError, LongspanError, TrainingError
 
 bench = typer.Typer(
@@ -143,7 +143,7 @@ def _finish(flags: Flags, measure: Callable[[Run], list[dict[str, Any]]]) -> Non
     from longspan.bench.results import DONE, STOPPED
     from longspan.bench.table import rows_table
 
-    with tempfile.TemporaryDirectory(prefix="longspan-") as folder, leaving():
+    with tempfile.TemporaryDirectory(prefix="longspan-") as folder, Leaving():
         contents = measure(Run(flags, folder))
     if not contents:  # a process of a launcher's, not the first
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from longspan.cli import failures
-from longspan.cli.stopping import leaving
+from longspan.cli.stopping import Leaving
 from longspan.errors import ConfigError, TopologyError, TrainingError
 from longspan.versions import check_versions
 
@@ -69,13 +69,14 @@ def start(job: Job, limit_s: float | None = None) -> dict[str, Any]:
     context: Any = mp.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(["longspan.cli", *job.modules])  # the first keeps other libraries quiet
-    with tempfile.TemporaryDirectory(prefix="longspan-") as folder, leaving():
+    with tempfile.TemporaryDirectory(prefix="longspan-") as folder, Leaving() as leaving:
         ranks = [
             context.Process(target=_process, args=(job, rank, folder), daemon=True) for rank in range(job.processes)
         ]
         try:
-            for rank in ranks:
-                rank.start()
+            with leaving.held():
+                for rank in ranks:
+                    rank.start()
             in_time = _wait(ranks, limit_s)
         finally:
             _end(ranks)

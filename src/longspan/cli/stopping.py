@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 _TOLD = "told"
 
@@ -36,20 +36,43 @@ def passing_on(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def leaving() -> Iterator[None]:
+class Leaving:
     """Leave the program where SIGTERM comes, so that what was started is ended in order; a second one cuts nothing off.
 
     Raises:
         SystemExit: it came.
     """
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise SystemExit("Error: Stopped by SIGTERM; its processes have ended.")
+    def __init__(self) -> None:
+        self._held = self._came = False
+        self._handled = _handled_by(self._stop)
 
-    with _handled_by(stop):
-        yield
+    def __enter__(self) -> Leaving:
+        self._handled.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._handled.__exit__(kind, error, tb)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Leave at the end of the block only: a process that is half started could not be ended."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._came:
+            self._leave()
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._came = True
+        if not self._held:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        raise SystemExit("Error: Stopped by SIGTERM; its processes have ended.")
 
 
 @contextmanager
